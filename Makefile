@@ -1,0 +1,34 @@
+# The two commands: `make demo` and `make test`. Each makes .venv, installs what constraints.txt pins, and does its job.
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE = 1
+
+.PHONY: demo test test-gpu install clean
+
+demo: .venv/core.done
+	$(BIN)/fedlens demo
+
+test: .venv/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+# on a machine with a GPU and torch already there: make test-gpu PYTHON=python3
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+install: .venv/core.done
+
+.venv/core.done: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/dev.done: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,tensorboard,mlflow]'
+	touch $@ .venv/core.done
+
+clean:
+	rm -rf .venv demo runs build dist

@@ -1,0 +1,205 @@
+"""The command line. Each command is one function; what the user can mend is one line on stderr and exit status 2."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedlens import __version__
+from fedlens.errors import UserError
+
+log = logging.getLogger("fedlens")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    from fedlens.config import compose, from_file
+    from fedlens.training.execute import execute
+
+    if args.multirun:
+        return multirun(args.overrides)
+    config = from_file(Path(args.config), args.overrides) if args.config else compose(args.overrides)
+    if args.config and not any(o.startswith("run.dir=") for o in args.overrides):
+        config.run.dir = None  # a configuration from another run's folder makes a new run
+    if args.print_config:
+        from fedlens.config import to_yaml
+
+        print(to_yaml(config), end="")
+        return 0
+    print(execute(config).path)
+    return 0
+
+
+def multirun(overrides: Sequence[str]) -> int:
+    """A sweep through Hydra itself, so that its launchers (joblib, submitit) work: hydra/launcher=joblib."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from fedlens.config import normalise, to_config
+    from fedlens.training.execute import execute
+
+    failed: list[str] = []
+    wanted = normalise(overrides)
+
+    @hydra.main(config_path="pkg://fedlens.conf", config_name="config", version_base="1.3")
+    def job(composed: DictConfig) -> None:
+        try:
+            print(execute(to_config(composed)).path)
+        except UserError as error:
+            failed.append(str(error))
+            print(f"error: {error}", file=sys.stderr)
+
+    sys.argv = ["fedlens run", "-m", *wanted]
+    job()
+    return 2 if failed else 0
+
+
+def resume_command(args: argparse.Namespace) -> int:
+    from fedlens.training.execute import load_run
+
+    run = load_run(args.run)
+    if run.finished:
+        print(f"{run.path} is finished: test accuracy {100 * run.summary['test_accuracy']:.2f} %")
+        return 0
+    print(run.resume().path)
+    return 0
+
+
+def demo_command(args: argparse.Namespace) -> int:
+    from fedlens.study.demo import demo
+
+    page = demo(Path(args.out), args.seed)
+    print(f"open {page.resolve()}")
+    return 0
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fedlens.study.doctor import examine
+
+    table = Table("", "found", "how to get it")
+    for row in examine(args.root):
+        table.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def data_prepare_command(args: argparse.Namespace) -> int:
+    from fedlens.data.dataset import load_dataset
+
+    data = load_dataset(args.name, args.root, download=True)
+    print(f"{data.name}: {len(data.train) + len(data.val):,} training and {len(data.test):,} test images, {data.num_classes} classes")
+    return 0
+
+
+def data_inspect_command(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedlens.config import compose
+    from fedlens.data.dataset import load_dataset
+    from fedlens.data.partition import label_counts, partition, partition_stats
+    from fedlens.study.figures import partition_figure
+
+    config = compose(args.overrides)
+    c = config.data
+    data = load_dataset(c.name, c.root, val_fraction=c.val_fraction, seed=config.seed, download=c.download)
+    labels = data.train.labels
+    shards = partition(
+        labels, config.federated.clients, c.partition, classes_per_client=c.classes_per_client, alpha=c.alpha, seed=config.seed
+    )
+    table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
+    for name, value in partition_stats(labels, shards).as_dict().items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    out = Path(args.out)
+    try:
+        partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out: {out} cannot be written ({str(error).splitlines()[0]})") from None
+    print(f"figure: {out}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="fedlens",
+        description="Federated fine-tuning of pretrained models under the lens of task arithmetic.",
+        epilog="example: fedlens demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fedlens {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(
+        where: "argparse._SubParsersAction[argparse.ArgumentParser]",
+        name: str,
+        call: Callable[[argparse.Namespace], int],
+        text: str,
+        example: str,
+    ) -> argparse.ArgumentParser:
+        new = where.add_parser(
+            name, help=text, description=text, epilog=f"example: {example}", formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        new.set_defaults(call=call)
+        return new
+
+    c = command(commands, "demo", demo_command, "The story in one HTML page, on embedded data, in minutes.", "fedlens demo --out demo")
+    c.add_argument("--out", default="demo", help="folder for the page and its runs (default: demo)")
+    c.add_argument("--seed", type=int, default=0)
+
+    c = command(
+        commands,
+        "run",
+        run_command,
+        "Run one experiment, or with -m a sweep.",
+        "fedlens run experiment=centralized model=dino_vits16 data=cifar100 optim.lr=1e-4 seed=3\n         fedlens run -m seed=0,1,2",
+    )
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides")
+    c.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
+    c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
+    c.add_argument("--print-config", action="store_true", help="print the composed configuration and stop")
+
+    c = command(commands, "resume", resume_command, "Go on with an interrupted run, to the same bits.", "fedlens resume runs/centralized-…")
+    c.add_argument("run", help="the run's folder")
+
+    data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")
+    parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)
+    c = command(parts, "prepare", data_prepare_command, "Download a data set, or check one that is there.", "fedlens data prepare cifar100 --root data")
+    c.add_argument("name", help="cifar100, cifar10, fashion_mnist, folder, hf:NAME")
+    c.add_argument("--root", help="where it is or goes (default: FEDLENS_DATA or ~/.cache/fedlens/data)")
+    c = command(
+        parts,
+        "inspect",
+        data_inspect_command,
+        "Statistics and a figure of a partition.",
+        "fedlens data inspect data=cifar100 data.partition=classes data.classes_per_client=5 federated.clients=100",
+    )
+    c.add_argument("overrides", nargs="*", metavar="key=value")
+    c.add_argument("--out", default="partition.png", help="the figure: .png, .pdf or .svg (default: partition.png)")
+
+    c = command(commands, "doctor", doctor_command, "What is installed and found, and how to get the rest.", "fedlens doctor")
+    c.add_argument("--root", help="data root to look in")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if not log.handlers:
+        console = logging.StreamHandler()
+        console.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(console)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    try:
+        status: int = args.call(args)
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; an interrupted run goes on with: fedlens resume RUN", file=sys.stderr)
+        return 130

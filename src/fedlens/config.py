@@ -1,0 +1,281 @@
+"""The typed configuration: its schema, how it is composed from Hydra's YAML and overrides, and its validation.
+
+Every key is declared here; an unknown one is an error that names the nearest. `compose` is what both `fedlens run` and
+`fl.run` call; `from_file` reads the configuration that a run folder keeps.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.optim.schedules import SCHEDULES
+
+
+@dataclass
+class DataConfig:
+    name: str = "fashion_mini"
+    root: str | None = None  # null: FEDLENS_DATA, or ~/.cache/fedlens/data
+    download: bool = False
+    val_fraction: float = 0.1
+    partition: str = "iid"  # iid | classes | dirichlet
+    classes_per_client: int | None = None
+    alpha: float | None = None  # of the Dirichlet partition
+    crop: int = 0  # black border in pixels before a random crop
+    flip: bool = True
+    randaugment: int = 0  # operations an image
+    randaugment_magnitude: float = 0.3
+
+
+@dataclass
+class ModelConfig:
+    name: str = "tiny"
+    weights: str | None = "pretrained"  # null | pretrained | a path
+    image_size: int = 28
+    dropout: float = 0.0
+    freeze_blocks: int = 0
+    freeze_backbone: bool = False
+    freeze_head: bool = False
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 0.01
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    batch_size: int = 64
+    clip_norm: float | None = None
+    schedule: str = "cosine"  # constant | cosine | step | exponential | linear
+    warmup: float = 0.0  # fraction of the run
+    final: float = 0.0  # cosine, linear: the last factor
+    decay: float = 0.1  # step: the factor at a milestone; exponential: over the whole run
+    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = 5
+    label_smoothing: float = 0.0
+    patience: int | None = None  # evaluations without a better validation accuracy before stopping; null: never
+    precision: str = "auto"  # auto | fp32 | bf16 | fp16
+    compile: bool = False
+    eval_batch_size: int = 256
+
+
+@dataclass
+class FederatedConfig:
+    clients: int = 100
+
+
+@dataclass
+class RunConfig:
+    dir: str | None = None  # null: runs/EXPERIMENT-TIME-HASH under the working directory
+    if_exists: str = "error"  # error | resume
+    keep_last: int = 2
+    keep_best: int = 1
+    checkpoint_minutes: float = 5.0  # also between evaluations; 0: after every step
+    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow; metrics.jsonl is always written
+    progress: bool = True
+
+
+@dataclass
+class Config:
+    experiment: str = "centralized"
+    seed: int = 0
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    head: str = "linear"  # linear | ridge
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    federated: FederatedConfig = field(default_factory=FederatedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+GROUPS = ("experiment", "data", "model")
+
+Check = tuple[str, Callable[[Any], bool], str]
+
+
+def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda v: v in names), " | ".join(names)
+
+
+CHECKS: list[Check] = [
+    ("seed", lambda v: v >= 0, ">= 0"),
+    ("device", lambda v: v in ("auto", "cpu", "cuda", "mps") or v.startswith("cuda:"), "auto | cpu | cuda | cuda:N | mps"),
+    ("head", *_one_of("linear", "ridge")),
+    ("data.val_fraction", lambda v: 0 <= v < 1, "0 <= val_fraction < 1"),
+    ("data.partition", *_one_of("iid", "classes", "dirichlet")),
+    ("data.classes_per_client", lambda v: v is None or v >= 1, ">= 1"),
+    ("data.alpha", lambda v: v is None or v > 0, "> 0"),
+    ("data.crop", lambda v: v >= 0, ">= 0"),
+    ("data.randaugment", lambda v: v >= 0, ">= 0"),
+    ("data.randaugment_magnitude", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("model.image_size", lambda v: v >= 1, ">= 1"),
+    ("model.dropout", lambda v: 0 <= v < 1, "0 <= dropout < 1"),
+    ("model.freeze_blocks", lambda v: v >= 0, ">= 0"),
+    ("optim.lr", lambda v: 0 < v < float("inf"), "> 0"),
+    ("optim.momentum", lambda v: 0 <= v < 1, "0 <= momentum < 1"),
+    ("optim.dampening", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("optim.weight_decay", lambda v: 0 <= v < float("inf"), ">= 0"),
+    ("optim.batch_size", lambda v: v >= 1, ">= 1"),
+    ("optim.clip_norm", lambda v: v is None or v > 0, "> 0 or null"),
+    ("optim.schedule", *_one_of(*SCHEDULES)),
+    ("optim.warmup", lambda v: 0 <= v < 1, "0 <= warmup < 1, a fraction of the run"),
+    ("optim.final", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("optim.decay", lambda v: 0 < v <= 1, "0 < decay <= 1"),
+    ("optim.milestones", lambda v: all(0 < m < 1 for m in v), "fractions of the run, each between 0 and 1"),
+    ("train.epochs", lambda v: v >= 1, ">= 1"),
+    ("train.label_smoothing", lambda v: 0 <= v < 1, "0 <= label_smoothing < 1"),
+    ("train.patience", lambda v: v is None or v >= 1, ">= 1 or null"),
+    ("train.precision", *_one_of("auto", "fp32", "bf16", "fp16")),
+    ("train.eval_batch_size", lambda v: v >= 1, ">= 1"),
+    ("federated.clients", lambda v: v >= 1, ">= 1"),
+    ("run.if_exists", *_one_of("error", "resume")),
+    ("run.keep_last", lambda v: v >= 1, ">= 1"),
+    ("run.keep_best", lambda v: v >= 1, ">= 1"),
+    ("run.checkpoint_minutes", lambda v: v >= 0, ">= 0"),
+    ("run.trackers", lambda v: set(v) <= {"tensorboard", "wandb", "mlflow"}, "any of tensorboard, wandb, mlflow"),
+]
+
+
+def validate(config: Config) -> Config:
+    """Ranges of single keys, then what must hold between keys."""
+    for path, holds, allowed in CHECKS:
+        value: Any = config
+        for part in path.split("."):
+            value = getattr(value, part)
+        if not holds(value):
+            raise bad_value(path, value, allowed)
+    if config.optim.nesterov and (config.optim.momentum == 0 or config.optim.dampening != 0):
+        raise UserError("optim.nesterov: true given, allowed only with optim.momentum > 0 and optim.dampening = 0")
+    if config.train.patience is not None and config.data.val_fraction == 0:
+        raise UserError("train.patience: early stopping needs a validation set, but data.val_fraction is 0")
+    if config.head == "ridge" and config.data.val_fraction == 0:
+        raise UserError("head: ridge chooses its lambda on a validation set, but data.val_fraction is 0")
+    if config.model.freeze_head and config.model.freeze_backbone:
+        raise UserError("model.freeze_head: with model.freeze_backbone nothing is left to train")
+    return config
+
+
+def known_keys(node: Any = None, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, sections included."""
+    node = OmegaConf.structured(Config) if node is None else node
+    keys: list[str] = []
+    for name in node:
+        keys.append(f"{prefix}{name}")
+        child = OmegaConf.to_container(node)[str(name)]  # type: ignore[index, call-overload]
+        if isinstance(child, dict):
+            keys += known_keys(node[name], f"{prefix}{name}.")
+    return keys
+
+
+def choices(group: str) -> list[str]:
+    """The YAML files of a config group."""
+    return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
+
+
+def normalise(overrides: Sequence[str]) -> list[str]:
+    """Check each override's key before Hydra sees it, and spell out our shorthands.
+
+    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts.
+    """
+    keys = set(known_keys())
+    done: list[str] = []
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name in ("model", "data") and value.startswith(("timm:", "hf:")):
+            done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name='{value}'"]
+            continue
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise UserError(f"override: {text!r} is not key=value ({str(error).splitlines()[0]})") from None
+        key = str(parsed.key_or_group)
+        if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
+            raise UserError(f"override: {text!r} given, allowed is key=value (keys can be neither added nor deleted)")
+        if key in GROUPS:
+            if not parsed.is_sweep_override() and value not in choices(key):
+                raise unknown(key, value, choices(key))
+        elif not key.startswith("hydra") and key not in keys:
+            raise unknown("key", key, keys)
+        done.append(text)
+    return done
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Overrides as on the command line -> a validated configuration."""
+    wanted = normalise(overrides)
+    try:
+        GlobalHydra.instance().clear()
+        with initialize_config_module("fedlens.conf", version_base="1.3"):
+            return to_config(hydra_compose("config", wanted))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"override: {_first_line(error, wanted)}") from None
+
+
+def _first_line(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's message without its stack: which value did not fit which type."""
+    cause = error.__cause__ or error
+    line = str(cause).splitlines()[0]
+    key = getattr(cause, "full_key", None) or next((o for o in overrides if o.split("=")[0] in str(error)), "")
+    return f"{key}: {line}" if key and key not in line else line
+
+
+def to_config(composed: DictConfig) -> Config:
+    try:
+        whole = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        config = OmegaConf.to_object(whole)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, Config)
+    return validate(config)
+
+
+def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave."""
+    try:
+        saved = OmegaConf.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"config: {path} cannot be read ({error})") from None
+    except Exception as error:  # yaml's own errors share no public base with the above
+        raise UserError(f"config: {path} is not YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(saved, DictConfig):
+        raise UserError(f"config: {path} is not a mapping of keys")
+    keys = set(known_keys())
+    for name in overrides:
+        if name.split("=")[0] not in keys:
+            raise unknown("key", name.split("=")[0], keys)
+    try:
+        return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides))))  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise UserError(f"config: {str(error).splitlines()[0]}") from None
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def identity(config: Config) -> str:
+    """A hash of what determines a run's result: everything but where it runs and how it is shown."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(plain, dict)
+    plain = {k: v for k, v in plain.items() if k not in ("run", "device")}
+    plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("root", "download")}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]

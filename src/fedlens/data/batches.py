@@ -1,0 +1,162 @@
+"""From uint8 images to model input, in batches on the device: no worker processes, no per-image Python.
+
+The data set lies on the device as uint8 where it fits and is read from memory or disk where it does not. Cropping,
+flipping, RandAugment-lite, resizing and normalising each act on a whole batch, in any number of leading axes. What is random
+is drawn on the CPU from a keyed generator and moved, so a batch is the same on every device and in every engine.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedlens.data.dataset import Split
+
+RESIDENT_FRACTION = 0.4  # of the device's free memory that a split may take and still live there
+
+
+def batch_indices(samples: int, steps: int, batch: int, rng: torch.Generator) -> Tensor:
+    """[steps, batch] positions: one shuffled pass over the samples, wrapping round when it ends."""
+    order = torch.randperm(samples, generator=rng)
+    return order[torch.arange(steps * batch) % samples].view(steps, batch)
+
+
+class ImageBank:
+    """A split's images and labels where a training loop can index them: `bank.images(index)` is uint8 on the device."""
+
+    def __init__(self, split: Split, device: torch.device) -> None:
+        self.split, self.device = split, device
+        self.labels = split.labels.to(device)
+        self.resident: Tensor | None = None
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if split.nbytes <= RESIDENT_FRACTION * free:
+                self.resident = split.images.to(device)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def images(self, index: Tensor) -> Tensor:
+        """[...] positions -> [..., C, H, W] uint8 on the device."""
+        flat = index.reshape(-1)
+        if self.resident is not None:
+            found = self.resident[flat.to(self.device)]
+        else:
+            found = self.split.gather(flat.cpu()).to(self.device)
+        return found.view(*index.shape, *found.shape[1:])
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.images(index), self.labels[index.to(self.device)]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random part of augmentation: one entry an image, leading axes as the images have them."""
+
+    shift: Tensor  # [..., 2] integer pixels, rows then columns
+    flip: Tensor  # [...] bool
+    affine: Tensor | None = None  # [..., 2, 3] for RandAugment-lite
+    color: Tensor | None = None  # [..., 3] factors for brightness, contrast, saturation
+
+    def __getitem__(self, i: int | slice) -> "Draws":
+        return Draws(*(None if t is None else t[i] for t in (self.shift, self.flip, self.affine, self.color)))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> "Draws":
+        moved = (None if t is None else t.to(device, non_blocking=True) for t in (self.shift, self.flip, self.affine, self.color))
+        return Draws(*moved)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What the training split does to its images. Validation and test do nothing: `Augment(0, False)`."""
+
+    crop: int = 0  # pixels of black border before a random crop back to size, at the data set's own resolution
+    flip: bool = False
+    randaugment: int = 0  # operations an image
+    magnitude: float = 0.3  # of RandAugment-lite, 0 to 1
+
+    def draw(self, shape: tuple[int, ...], rng: torch.Generator) -> Draws:
+        shift = torch.randint(-self.crop, self.crop + 1, (*shape, 2), generator=rng)
+        flip = torch.rand(shape, generator=rng) < 0.5 if self.flip else torch.zeros(shape, dtype=torch.bool)
+        if not self.randaugment:
+            return Draws(shift, flip)
+        affine, color = self._randaugment(shape, rng)
+        return Draws(shift, flip, affine, color)
+
+    def _randaugment(self, shape: tuple[int, ...], rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Each image gets `randaugment` of nine operations (identity is one) with a random sign at this magnitude."""
+        chosen = torch.randint(0, 9, (*shape, self.randaugment), generator=rng)
+        sign = torch.randint(0, 2, (*shape, self.randaugment), generator=rng) * 2 - 1
+        amount = torch.stack([((chosen == op) * sign).sum(-1) * self.magnitude for op in range(8)], dim=-1)  # [..., 8]
+        angle, shear_x, shear_y, move_x, move_y = (amount[..., i] for i in range(5))
+        angle = angle * math.radians(30)
+        cos, sin = angle.cos(), angle.sin()
+        top = torch.stack([cos + 0.3 * shear_y * -sin, -sin + 0.3 * shear_x * cos, 0.9 * move_x], dim=-1)
+        bottom = torch.stack([sin + 0.3 * shear_y * cos, cos + 0.3 * shear_x * sin, 0.9 * move_y], dim=-1)
+        return torch.stack([top, bottom], dim=-2), 1 + 0.9 * amount[..., 5:8]
+
+
+@lru_cache(maxsize=32)
+def resize_matrix(size: int, out: int, device: torch.device) -> Tensor:
+    """[out, size]: bicubic resizing is linear and separable, so on a batch it is two matrix products.
+
+    The weights are torch's antialiased ones, which are Pillow's: what DINO and its descendants were trained with.
+    """
+    eye = torch.eye(size).view(size, 1, size, 1)
+    weights = F.interpolate(eye, size=(out, 1), mode="bicubic", antialias=True, align_corners=False)
+    return weights.view(size, out).T.contiguous().to(device)
+
+
+def shift_and_flip(images: Tensor, draws: Draws) -> Tensor:
+    """Random crop of the black-bordered image, and mirror: one gather. uint8 in, uint8 out."""
+    *lead, _, height, width = images.shape
+    rows = torch.arange(height, device=images.device) + draws.shift[..., 0, None]  # [..., H]
+    cols = torch.arange(width, device=images.device)
+    cols = torch.where(draws.flip[..., None], width - 1 - cols, cols) + draws.shift[..., 1, None]  # [..., W]
+    inside = ((rows >= 0) & (rows < height))[..., :, None] & ((cols >= 0) & (cols < width))[..., None, :]
+    index = rows.clamp(0, height - 1)[..., :, None] * width + cols.clamp(0, width - 1)[..., None, :]  # [..., H, W]
+    picked = images.flatten(-2).gather(-1, index.flatten(-2).unsqueeze(-2).expand(*images.shape[:-2], -1))
+    return picked.view(images.shape) * inside.unsqueeze(-3)
+
+
+def randaugment(x: Tensor, affine: Tensor, color: Tensor) -> Tensor:
+    """Geometry by one affine sampling, then brightness, contrast and saturation as blends. x in [0, 255]."""
+    lead, shape = x.shape[:-3], x.shape[-3:]
+    flat = x.reshape(-1, *shape)
+    grid = F.affine_grid(affine.reshape(-1, 2, 3).to(x.dtype), list(flat.shape), align_corners=False)
+    x = F.grid_sample(flat, grid, mode="bilinear", padding_mode="zeros", align_corners=False).view(*lead, *shape)
+    bright, contrast, saturation = (color[..., i, None, None, None].to(x.dtype) for i in range(3))
+    x = (x * bright).clamp(0, 255)
+    grey = x.mean(-3, keepdim=True)
+    mean = grey.mean((-1, -2), keepdim=True)
+    x = (mean + (x - mean) * contrast).clamp(0, 255)
+    grey = x.mean(-3, keepdim=True)
+    return (grey + (x - grey) * saturation).clamp(0, 255)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """uint8 [..., C, H, W] -> normalised float [..., C, size, size]."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        if draws is not None:
+            images = shift_and_flip(images, draws)
+        x = images.float()
+        if draws is not None and draws.affine is not None and draws.color is not None:
+            x = randaugment(x, draws.affine, draws.color)
+        height, width = x.shape[-2:]
+        if (height, width) != (self.size, self.size):
+            down = resize_matrix(height, self.size, x.device)
+            across = resize_matrix(width, self.size, x.device)
+            x = (down @ x @ across.T).clamp(0, 255)  # bicubic overshoots; Pillow clips too
+        mean = torch.tensor(self.mean, device=x.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, device=x.device).view(-1, 1, 1)
+        return ((x / 255 - mean) / std).to(self.dtype)

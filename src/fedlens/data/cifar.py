@@ -1,0 +1,185 @@
+"""CIFAR-100 and CIFAR-10 (Krizhevsky 2009): the official binary files, or the Python ones read without unpickling code."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlens.data.dataset import Raw, Split, check_labels, map_file, source
+from fedlens.data.download import download as fetch
+from fedlens.data.download import extract_tar
+from fedlens.data.pickles import read_pickle
+from fedlens.errors import UserError
+
+PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one of the two sets is, and how its files look."""
+
+    url: str
+    md5: str
+    size: int  # bytes of the archive
+    classes: int
+    label_bytes: int  # before the pixels of a record; the last of them is the label we use
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    names: str
+    python_folder: str
+    python_train: tuple[str, ...]
+    python_test: tuple[str, ...]
+    python_names: str
+    label_key: str
+    names_key: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+LAYOUTS = {
+    "cifar100": Layout(
+        url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        md5="03b5dce01913d631647c71ecec9e9cb8",
+        size=168_513_733,
+        classes=100,
+        label_bytes=2,  # coarse, fine
+        folder="cifar-100-binary",
+        train=("train.bin",),
+        test=("test.bin",),
+        names="fine_label_names.txt",
+        python_folder="cifar-100-python",
+        python_train=("train",),
+        python_test=("test",),
+        python_names="meta",
+        label_key="fine_labels",
+        names_key="fine_label_names",
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+    ),
+    "cifar10": Layout(
+        url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        md5="c32a1d4ab5d03f1284b67883e8d87530",
+        size=170_052_171,
+        classes=10,
+        label_bytes=1,
+        folder="cifar-10-batches-bin",
+        train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        test=("test_batch.bin",),
+        names="batches.meta.txt",
+        python_folder="cifar-10-batches-py",
+        python_train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+        python_test=("test_batch",),
+        python_names="batches.meta",
+        label_key="labels",
+        names_key="label_names",
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+    ),
+}
+
+
+@source("cifar100")
+def cifar100(root: Path, download: bool) -> Raw:
+    """CIFAR-100: 50,000 + 10,000 colour images of 32 px in 100 classes."""
+    return _load("cifar100", root, download)
+
+
+@source("cifar10")
+def cifar10(root: Path, download: bool) -> Raw:
+    """CIFAR-10: 50,000 + 10,000 colour images of 32 px in 10 classes."""
+    return _load("cifar10", root, download)
+
+
+def _load(name: str, root: Path, download: bool) -> Raw:
+    layout = LAYOUTS[name]
+    binary, python = (*layout.train, *layout.test), (*layout.python_train, *layout.python_test)
+    folder = _holding(binary, root / layout.folder, root)
+    if folder and not (download and any(not (folder / file).is_file() for file in (*binary, layout.names))):
+        return _read_binary(layout, folder)
+    if folder := _holding(python, root / layout.python_folder, root):
+        return _read_python(layout, folder)
+    if not download:
+        raise UserError(
+            f"{name} not found: looked for {layout.folder}/ and {layout.python_folder}/ in {root} (data.root), "
+            f"and for their files in it; run: fedlens data prepare {name}"
+        )
+    archive = fetch(layout.url, root / layout.url.rsplit("/", 1)[-1], md5=layout.md5, size=layout.size)
+    extract_tar(archive, root / layout.folder, [f"{layout.folder}/{file}" for file in (*binary, layout.names)])
+    return _read_binary(layout, root / layout.folder)
+
+
+def _holding(files: tuple[str, ...], *folders: Path) -> Path | None:
+    """The first folder with at least one of the files: what else is missing there is then named by the reader."""
+    return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
+
+
+def _require(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"{path}: missing, while other files of the set are there")
+    return path
+
+
+def _raw(layout: Layout, train: Split, test: Split, names: list[str], names_file: Path) -> Raw:
+    if len(names) != layout.classes:
+        raise UserError(f"{names_file}: {len(names)} class names, allowed is exactly {layout.classes}")
+    return Raw(train, test, names, layout.mean, layout.std)
+
+
+def _read_binary(layout: Layout, folder: Path) -> Raw:
+    names_file = _require(folder / layout.names)
+    names = names_file.read_text(encoding="utf-8", errors="replace").split()
+    train, test = (_join([_read_records(layout, _require(folder / file)) for file in files]) for files in (layout.train, layout.test))
+    return _raw(layout, train, test, names, names_file)
+
+
+def _read_records(layout: Layout, path: Path) -> Split:
+    record = layout.label_bytes + PIXELS
+    size = path.stat().st_size
+    if size == 0 or size % record:
+        raise UserError(f"{path}: {size} bytes is not a whole number of records of {record} bytes: truncated or not this set")
+    data = map_file(path, size // record, record)
+    labels = check_labels(data[:, layout.label_bytes - 1], layout.classes, path)
+    return Split(data[:, layout.label_bytes :].view(-1, 3, 32, 32), labels)  # still a view of the file
+
+
+def _read_python(layout: Layout, folder: Path) -> Raw:
+    names_file = _require(folder / layout.python_names)
+    names = [_decode(name) for name in _field(read_pickle(names_file), layout.names_key, names_file)]
+    train, test = (
+        _join([_read_batch(layout, _require(folder / file)) for file in files]) for files in (layout.python_train, layout.python_test)
+    )
+    return _raw(layout, train, test, names, names_file)
+
+
+def _read_batch(layout: Layout, path: Path) -> Split:
+    batch = read_pickle(path)
+    data, labels = _field(batch, "data", path), _field(batch, layout.label_key, path)
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS or not len(data):
+        raise UserError(f"{path}: 'data' is not a table of bytes with {PIXELS} columns")
+    if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(label, int) for label in labels):
+        raise UserError(f"{path}: {layout.label_key!r} is not a list of {len(data)} whole numbers")
+    return Split(torch.from_numpy(data).view(-1, 3, 32, 32), check_labels(torch.tensor(labels), layout.classes, path))
+
+
+def _field(batch: Any, key: str, path: Path) -> Any:
+    """An entry of a pickled dictionary, its key in bytes (written by Python 2, as the official ones are) or text."""
+    if isinstance(batch, dict):
+        for name in (key.encode(), key):
+            if name in batch:
+                return batch[name]
+    raise UserError(f"{path}: no entry {key!r}")
+
+
+def _decode(name: Any) -> str:
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+
+
+def _join(parts: list[Split]) -> Split:
+    if len(parts) == 1:
+        return parts[0]
+    images: list[Tensor] = [part.images for part in parts]
+    return Split(torch.cat(images), torch.cat([part.labels for part in parts]))

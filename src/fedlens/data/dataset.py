@@ -1,0 +1,196 @@
+"""Labelled images in three splits: a source reads the official training and test sets, validation is cut from training only.
+
+A set below IN_MEMORY_BYTES is copied into memory; a larger one stays memory-mapped and its splits are indices into it.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.seeding import numpy_rng
+
+IN_MEMORY_BYTES = 2 << 30  # 2 GiB: CIFAR (184 MB) is far below, ImageNet at 256 px (252 GB) far above
+SAMPLED_IMAGES = 2048  # for mean and std where none are published: the error of the mean is then below 0.005
+
+Index: TypeAlias = npt.NDArray[np.int64]
+
+
+class Split:
+    """Images and labels in step. `gather` reads a batch; `images` is all of them, read into memory if the split is an index."""
+
+    def __init__(self, images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+        """`index` names the rows of `images` that belong to the split, in its order; `labels` has one entry a row of the split."""
+        self.stored = images  # uint8 [rows, channels, height, width], may be a memory-mapped file
+        self.labels = labels  # int64 [len(self)]
+        self.index = index
+        rows = len(images) if index is None else len(index)
+        if rows != len(labels):
+            raise ValueError(f"{rows} images but {len(labels)} labels")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Split({len(self)} images of {'x'.join(map(str, self.stored.shape[1:]))}{'' if self.index is None else ', indexed'})"
+
+    @property
+    def nbytes(self) -> int:
+        """What the split's pixels take once in memory."""
+        return len(self) * self.stored[:1].numel()
+
+    @property
+    def images(self) -> Tensor:
+        """uint8 [len(self), channels, height, width]"""
+        return self.stored if self.index is None else self.stored.index_select(0, self.index)
+
+    def gather(self, idx: Tensor) -> Tensor:
+        """The images at these positions of the split, uint8: only these rows are read from disk."""
+        rows = idx if self.index is None else self.index[idx.to(self.index.device)]
+        return self.stored.index_select(0, rows.to(self.stored.device))
+
+    def subset(self, index: Tensor | Index) -> "Split":
+        """The split at these positions: a copy where the set fits in memory, an index where it does not."""
+        chosen = torch.as_tensor(index, dtype=torch.int64)
+        labels = self.labels[chosen]
+        if self.stored.numel() < IN_MEMORY_BYTES:
+            return Split(self.gather(chosen), labels)
+        return Split(self.stored, labels, chosen if self.index is None else self.index[chosen])
+
+
+@dataclass
+class Raw:
+    """What a source returns: the official training and test sets, untouched."""
+
+    train: Split
+    test: Split
+    class_names: list[str]
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]
+
+
+@dataclass
+class Dataset:
+    """What training uses. `val` comes from the official training set; `test` is the official test set."""
+
+    train: Split
+    val: Split
+    test: Split
+    num_classes: int
+    class_names: list[str]
+    name: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+Source: TypeAlias = Callable[[Path, bool], Raw]  # (root, download) -> Raw
+SOURCES: dict[str, Source] = {}
+
+
+def source(name: str) -> Callable[[Source], Source]:
+    """Register a source. Its docstring is the line that the command line shows."""
+
+    def register(function: Source) -> Source:
+        SOURCES[name] = function
+        return function
+
+    return register
+
+
+def default_root() -> Path:
+    """$FEDLENS_DATA, or ~/.cache/fedlens/data."""
+    return Path(os.environ.get("FEDLENS_DATA") or "~/.cache/fedlens/data").expanduser()
+
+
+def load_dataset(
+    name: str, root: str | os.PathLike[str] | None = None, *, val_fraction: float = 0.1, seed: int = 0, download: bool = False
+) -> Dataset:
+    """A data set by name, or `hf:NAME[:CONFIG]`, with a stratified validation split. Nothing is fetched unless `download` is set."""
+    check_fraction(val_fraction)
+    where = default_root() if root is None else Path(root).expanduser()
+    if name.startswith("hf:"):
+        from fedlens.data.huggingface import load_hf  # here: huggingface.py itself needs Raw and Split
+
+        raw = load_hf(name, where, download)
+    elif name in SOURCES:
+        raw = SOURCES[name](where, download)
+    else:
+        raise unknown("data.name", name, [*SOURCES, "hf:NAME[:CONFIG]"])
+    train, val = stratified_split(raw.train.labels, val_fraction, seed)
+    return Dataset(
+        train=raw.train.subset(train),
+        val=raw.train.subset(val),
+        test=raw.test.subset(torch.arange(len(raw.test))),  # so that a small test set is in memory too
+        num_classes=len(raw.class_names),
+        class_names=list(raw.class_names),
+        name=name,
+        mean=raw.mean,
+        std=raw.std,
+    )
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 <= fraction < 1:
+        raise bad_value("data.val_fraction", fraction, "0 <= fraction < 1")
+
+
+def stratified_split(labels: Tensor | npt.NDArray[Any], fraction: float, seed: int) -> tuple[Index, Index]:
+    """(train, validation) indices, sorted: round(fraction·n) for validation, from each class its share to within one sample."""
+    check_fraction(fraction)
+    y = np.asarray(labels)
+    rng = numpy_rng(seed, "validation")
+    _, group, counts = np.unique(y, return_inverse=True, return_counts=True)
+    quota = fraction * counts
+    take = np.floor(quota).astype(np.int64)
+    missing = round(fraction * len(y)) - int(take.sum())
+    tie = rng.permutation(len(counts))  # equal remainders: the seed decides, not the order of the classes
+    take[np.lexsort((tie, take - quota))[:missing]] += 1  # largest remainders first
+    chosen = np.zeros(len(y), dtype=bool)
+    for c, k in enumerate(take):
+        chosen[rng.permutation(np.flatnonzero(group == c))[:k]] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std per channel, in [0, 1] units, over at most SAMPLED_IMAGES images at equal distances."""
+    rows = torch.arange(0, len(images), max(1, -(-len(images) // SAMPLED_IMAGES)))
+    channels = images.shape[1]
+    counts = torch.zeros(channels, 256, dtype=torch.float64)  # a histogram: exact, whatever the order and the chunks
+    for chunk in torch.split(rows, 128):
+        pixels = images.index_select(0, chunk)
+        for c in range(channels):
+            counts[c] += torch.bincount(pixels[:, c].reshape(-1), minlength=256)
+    value = torch.arange(256, dtype=torch.float64) / 255
+    weight = counts / counts.sum(1, keepdim=True)
+    mean = (weight * value).sum(1)
+    std = (weight * (value - mean[:, None]) ** 2).sum(1).sqrt().clamp(min=1 / 255)  # a constant channel must not divide by zero
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def map_file(path: Path, *shape: int) -> Tensor:
+    """The file's bytes as a uint8 tensor of this shape, read on access: private to us, so writing to it leaves the file alone."""
+    count = int(np.prod(shape))
+    try:
+        return torch.from_file(str(path), shared=False, size=count, dtype=torch.uint8).view(shape)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: cannot be mapped as {count} bytes ({first_line(error)})") from error
+
+
+def check_labels(labels: Tensor, classes: int, where: object) -> Tensor:
+    """The labels as int64, or an error that names their file."""
+    labels = labels.to(torch.int64)
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise UserError(f"{where}: labels from {int(labels.min())} to {int(labels.max())}, allowed is 0 to {classes - 1}")
+    return labels
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, for an error that is shown as one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

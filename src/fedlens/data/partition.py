@@ -1,0 +1,261 @@
+"""Client shards: every training sample belongs to exactly one client, whatever the scheme.
+
+iid: stratified. classes: exactly Nc classes a client. dirichlet: class proportions drawn per client (Hsu et al. 2019).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.seeding import numpy_rng
+
+TRIES = 8  # assignments of classes to clients, while client sizes differ by more than one sample
+Index = NDArray[np.int64]
+Labels = NDArray[np.int64] | torch.Tensor | Sequence[int]
+
+
+def partition(
+    labels: Labels,
+    clients: int,
+    scheme: str = "iid",
+    *,
+    classes_per_client: int | None = None,
+    alpha: float | None = None,
+    seed: int = 0,
+) -> list[Index]:
+    """Indices of each client's samples, sorted; disjoint, and together all samples."""
+    y = _as_array(labels)
+    if scheme not in SCHEMES:
+        raise unknown("data.partition", scheme, SCHEMES)
+    if clients < 1:
+        raise bad_value("federated.clients", clients, ">= 1")
+    rng = numpy_rng(seed, "partition")
+    owner = SCHEMES[scheme](y, clients, rng, classes_per_client=classes_per_client, alpha=alpha)
+    order = np.argsort(owner, kind="stable")  # stable: indices stay sorted within a client
+    return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+
+
+def _as_array(labels: Labels) -> Index:
+    y = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if y.ndim != 1 or len(y) == 0 or (y < 0).any():
+        raise UserError(f"partition: labels of shape {y.shape} given, allowed is a non-empty vector of classes >= 0")
+    return y.astype(np.int64)
+
+
+def iid(y: Index, clients: int, rng: np.random.Generator, **_: Any) -> Index:
+    """Stratified: sizes differ by at most 1, and so does each class between clients."""
+    order = np.lexsort((rng.random(len(y)), y))  # by class, at random within a class
+    owner = np.empty(len(y), np.int64)
+    owner[order] = rng.permutation(clients)[np.arange(len(y)) % clients]  # dealt like cards
+    return owner
+
+
+def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_client: int | None = None, **_: Any) -> Index:
+    """Exactly Nc distinct classes a client, every class on some client, sizes as equal as the class counts allow."""
+    present, y = np.unique(y, return_inverse=True)
+    counts, nc = np.bincount(y), classes_per_client
+    if nc is None or nc < 1:
+        raise bad_value("data.classes_per_client", nc, ">= 1 for data.partition=classes")
+    if nc > len(counts):
+        raise bad_value("data.classes_per_client", nc, f"at most the number of classes, {len(counts)}")
+    if clients * nc < len(counts):
+        raise UserError(
+            f"data.classes_per_client: {clients} clients x {nc} classes leave some of {len(counts)} classes without a client; "
+            f"allowed is clients x classes_per_client >= {len(counts)}"
+        )
+    if np.minimum(counts, clients).sum() < clients * nc:
+        raise UserError(f"data.classes_per_client: {clients} clients x {nc} classes need more samples than the {len(y)} there are")
+    holders = _slots(counts, clients, clients * nc)
+    plans = []  # where holders cannot be shared out evenly, which classes meet decides how equal sizes can get: best of a few
+    for _ in range(TRIES):
+        held = _mix(_assign(holders, clients, nc, counts, rng), rng)  # [clients, nc]
+        sizes = _level(held, counts, rng)  # [clients, nc]: samples of each held class
+        plans.append((int(np.ptp(sizes.sum(1))), held, sizes))
+        if plans[-1][0] <= 1:
+            break
+    _, held, sizes = min(plans, key=lambda plan: plan[0])
+    owner = np.empty(len(y), np.int64)
+    order = np.lexsort((rng.random(len(y)), y))
+    by_class = np.lexsort((rng.random(held.size), held.ravel()))  # every (client, class) slot, classes in order
+    owner[order] = np.repeat(np.repeat(np.arange(clients), nc)[by_class], sizes.ravel()[by_class])
+    return owner
+
+
+def _slots(counts: Index, clients: int, total: int) -> Index:
+    """How many clients hold each class: proportional to its count, at least 1, at most all clients or its samples."""
+    cap = np.minimum(counts, clients)
+    slots = np.ones_like(counts)
+    while (left := total - slots.sum()) > 0:
+        open_ = slots < cap
+        want = np.where(open_, np.maximum(counts * (total / counts.sum()) - slots, 1e-9), 0.0)
+        share = want * left / want.sum()
+        step = np.minimum(np.floor(share).astype(np.int64), cap - slots)
+        if step.sum() == 0:  # the last few go to the largest remainders
+            best = np.argsort(-np.where(open_, share, -1.0), kind="stable")[: min(int(left), int(open_.sum()))]
+            step[best] = 1
+        slots += step
+    return slots
+
+
+def _assign(slots: Index, clients: int, nc: int, counts: Index, rng: np.random.Generator) -> Index:
+    """A client x class assignment with these margins: each class goes to the clients with most room (Gale-Ryser)."""
+    room, load = np.full(clients, nc), np.zeros(clients)
+    held = np.full((clients, nc), -1)
+    # large shares first, so that the smaller ones can even out the loads
+    for c in np.lexsort((rng.random(len(slots)), -counts / slots)):
+        chosen = np.lexsort((rng.random(clients), load, -room))[: slots[c]]
+        held[chosen, nc - room[chosen]] = c
+        room[chosen] -= 1
+        load[chosen] += counts[c] / slots[c]
+    return held
+
+
+def _mix(held: Index, rng: np.random.Generator, sweeps: int = 20) -> Index:
+    """Random swaps of classes between pairs of clients, so that which classes meet owes nothing to the greedy order.
+
+    Clients of unequal load keep it: a swap is made between slots of one share only when the assignment stays valid.
+    """
+    clients, nc = held.shape
+    if nc == 1 or clients < 2:
+        return held
+    share = 1.0 / np.bincount(held.ravel())  # classes with the same number of holders are interchangeable
+    for _ in range(sweeps):
+        pairs = rng.permutation(clients)[: clients // 2 * 2].reshape(-1, 2)
+        left, right = pairs[:, 0], pairs[:, 1]
+        i, j = rng.integers(nc, size=len(left)), rng.integers(nc, size=len(left))
+        a, b = held[left, i], held[right, j]
+        fine = (share[a] == share[b]) & ~(held[left] == b[:, None]).any(1) & ~(held[right] == a[:, None]).any(1)
+        held[left[fine], i[fine]], held[right[fine], j[fine]] = b[fine], a[fine]
+    return held
+
+
+def _level(held: Index, counts: Index, rng: np.random.Generator, sweeps: int = 200) -> Index:
+    """Split each class over its holders so that client sizes are as equal as they can be.
+
+    Coordinate descent on the sum of squared sizes: one class at a time is poured like water over its holders. That is
+    convex with a separable constraint, so it converges to the best split of this assignment.
+    """
+    clients, nc = held.shape
+    sizes = np.zeros(held.shape, np.int64)
+    slots = [np.nonzero(held == c) for c in range(len(counts))]
+    for c, (who, where) in enumerate(slots):  # start from an even split
+        even = np.full(len(who), counts[c] // len(who))
+        even[rng.permutation(len(who))[: counts[c] % len(who)]] += 1
+        sizes[who, where] = even
+    total = sizes.sum(1)
+    for _ in range(sweeps):
+        spread = total.max() - total.min()
+        if spread <= 1:
+            break
+        before = sizes.copy()
+        for c, (who, where) in enumerate(slots):
+            rest = total[who] - sizes[who, where]
+            poured = _pour(rest, int(counts[c]))
+            total[who], sizes[who, where] = rest + poured, poured
+        if (sizes == before).all():
+            break
+    return sizes
+
+
+def _pour(rest: Index, amount: int) -> Index:
+    """Integers x >= 1 summing to `amount` that make rest + x as level as possible."""
+    floor = np.sort(rest + 1)
+    spare = amount - len(rest)
+    filled = np.arange(1, len(floor) + 1) * floor - np.cumsum(floor)  # water needed to reach the k-th floor
+    k = int(np.searchsorted(filled, spare, side="right"))
+    level, extra = divmod(int(spare + np.cumsum(floor)[k - 1]), k)
+    x = np.maximum(level - rest, 1)
+    wet = np.nonzero(level - rest >= 1)[0]
+    x[wet[:extra]] += 1
+    return x
+
+
+def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None, **_: Any) -> Index:
+    """Equal sizes; each client's class proportions from Dir(alpha x prior), exhausted classes renormalised."""
+    if alpha is None or not alpha > 0 or not np.isfinite(alpha):
+        raise bad_value("data.alpha", alpha, "> 0 for data.partition=dirichlet")
+    counts = np.bincount(y)
+    prior = counts / counts.sum()
+    wanted = np.full(clients, len(y) // clients)
+    wanted[rng.permutation(clients)[: len(y) % clients]] += 1
+    left, taken = counts.copy(), np.zeros((clients, len(counts)), np.int64)
+    for client in rng.permutation(clients):
+        law = _dirichlet_law(rng, alpha * prior)
+        while (missing := wanted[client] - taken[client].sum()) > 0:
+            open_law = np.where(left > 0, law, 0.0)
+            if open_law.sum() <= 0:  # its classes are exhausted: what is left decides
+                open_law = left.astype(float)
+            drawn = np.minimum(rng.multinomial(missing, open_law / open_law.sum()), left)
+            taken[client] += drawn
+            left -= drawn
+    owner = np.empty(len(y), np.int64)
+    order = np.lexsort((rng.random(len(y)), y))
+    owner[order] = np.repeat(np.tile(np.arange(clients), len(counts)), taken.T.ravel())
+    return owner
+
+
+def _dirichlet_law(rng: np.random.Generator, concentration: NDArray[np.float64]) -> NDArray[np.float64]:
+    law = np.zeros(len(concentration))
+    seen = concentration > 0
+    law[seen] = rng.dirichlet(concentration[seen])
+    if not np.isfinite(law).all() or law.sum() <= 0:  # tiny alpha underflows: its limit is a single class
+        law[:] = 0.0
+        law[rng.choice(len(law), p=concentration / concentration.sum())] = 1.0
+    return law
+
+
+SCHEMES: dict[str, Callable[..., Index]] = {"iid": iid, "classes": by_classes, "dirichlet": dirichlet}
+
+
+@dataclass(frozen=True)
+class PartitionStats:
+    """What a shard plan looks like; saved with the run."""
+
+    clients: int
+    samples: int
+    size_min: int
+    size_max: int
+    size_mean: float
+    classes_min: int
+    classes_max: int
+    classes_mean: float
+    label_entropy: float  # mean over clients, in nats
+    tv_distance: float  # mean total-variation distance of a client's label law to the global one
+
+    def as_dict(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+def label_counts(labels: Labels, shards: Sequence[Index]) -> NDArray[np.int64]:
+    """[clients, classes] sample counts."""
+    y = _as_array(labels)
+    classes = int(y.max()) + 1
+    owner = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
+    flat = owner * classes + y[np.concatenate(list(shards))]
+    return np.bincount(flat, minlength=len(shards) * classes).reshape(len(shards), classes)
+
+
+def partition_stats(labels: Labels, shards: Sequence[Index]) -> PartitionStats:
+    counts = label_counts(labels, shards)
+    sizes, classes = counts.sum(1), (counts > 0).sum(1)
+    law = counts / np.maximum(sizes, 1)[:, None]
+    whole = counts.sum(0) / counts.sum()
+    entropy = -(law * np.log(np.where(law > 0, law, 1.0))).sum(1)
+    held = sizes > 0  # a client without samples has no label law
+    return PartitionStats(
+        clients=len(shards),
+        samples=int(sizes.sum()),
+        size_min=int(sizes.min()),
+        size_max=int(sizes.max()),
+        size_mean=float(sizes.mean()),
+        classes_min=int(classes.min()),
+        classes_max=int(classes.max()),
+        classes_mean=float(classes.mean()),
+        label_entropy=float(entropy[held].mean()),
+        tv_distance=float((np.abs(law - whole).sum(1) / 2)[held].mean()),
+    )

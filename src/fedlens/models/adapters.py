@@ -1,0 +1,59 @@
+"""Backbones of timm and Hugging Face, where those libraries are installed: pooled features, then our `head`."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedlens.errors import UserError
+
+
+class Adapted(nn.Module):
+    """Someone else's backbone under our contract: `features(images)`, `head`, logits. It has no client axis."""
+
+    def __init__(self, backbone: nn.Module, dim: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.backbone, self.drop, self.head = backbone, nn.Dropout(dropout), nn.Linear(dim, num_classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        if images.shape[1] == 1:
+            images = images.expand(-1, 3, -1, -1)
+        out: Any = self.backbone(images)
+        if isinstance(out, Tensor):
+            return out
+        pooled: Tensor | None = getattr(out, "pooler_output", None)
+        return out.last_hidden_state[:, 0] if pooled is None else pooled.flatten(1)
+
+    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+        z = self.features(images)
+        out: Tensor = self.head(self.drop(z) if keep is None else z * keep)
+        return out
+
+
+def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int | None, dropout: float) -> Adapted:
+    try:
+        import timm
+    except ImportError:
+        raise UserError(f"model.name: timm:{name} needs timm; install it with: pip install 'fedlens[timm]'") from None
+    size = {} if image_size is None else {"img_size": image_size}
+    try:
+        try:
+            backbone = timm.create_model(name, pretrained=pretrained, num_classes=0, **size)
+        except TypeError:  # convolutional networks take any size and know no img_size
+            backbone = timm.create_model(name, pretrained=pretrained, num_classes=0)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"model.name: timm:{name} cannot be made ({str(error).splitlines()[0][:160]})") from None
+    return Adapted(backbone, int(backbone.num_features), num_classes, dropout)
+
+
+def from_huggingface(name: str, num_classes: int, pretrained: bool, dropout: float) -> Adapted:
+    try:
+        from transformers import AutoConfig, AutoModel
+    except ImportError:
+        raise UserError(f"model.name: hf:{name} needs transformers; install it with: pip install 'fedlens[hf]'") from None
+    try:
+        config = AutoConfig.from_pretrained(name)
+        backbone = AutoModel.from_pretrained(name) if pretrained else AutoModel.from_config(config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name: hf:{name} cannot be loaded ({str(error).splitlines()[0][:160]})") from None
+    dim = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
+    return Adapted(backbone, int(dim), num_classes, dropout)

@@ -1,0 +1,208 @@
+"""Centralised fine-tuning: one loop, top to bottom. It is the ceiling that federated runs are compared with.
+
+The batches of epoch e and their augmentation are functions of (seed, e) alone, so a run that goes on from step s sees what it
+would have seen: resuming is exact by construction. The test set is read once, at the end, with the model that validation chose.
+"""
+
+import logging
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedlens.data.batches import Draws, ImageBank, batch_indices
+from fedlens.errors import UserError
+from fedlens.optim.schedules import schedule_factor
+from fedlens.runs.progress import progress_bar
+from fedlens.runs.store import RunFolder
+from fedlens.runs.trackers import Trackers
+from fedlens.seeding import torch_rng
+from fedlens.training.setup import Bench
+
+log = logging.getLogger("fedlens")
+FINITE_CHECK = 50  # steps between looks at the loss: each look waits for the device
+
+
+def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
+    cfg, model, device = bench.config, bench.model, bench.device
+    started = time.monotonic()
+    steps_per_epoch = -(-len(bench.train) // cfg.optim.batch_size)
+    total = cfg.train.epochs * steps_per_epoch
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(
+        params,
+        lr=cfg.optim.lr,
+        momentum=cfg.optim.momentum,
+        dampening=cfg.optim.dampening,
+        nesterov=cfg.optim.nesterov,
+        weight_decay=cfg.optim.weight_decay,
+    )
+    scaler = bench.precision.scaler()
+    forward = torch.compile(model) if cfg.train.compile else model
+
+    # --- where we are: at the start, or where the last sound checkpoint was written
+    step, seconds, loss_sum = 0, 0.0, torch.zeros((), dtype=torch.float64, device=device)
+    best: dict[str, Any] = {"score": None, "step": None}
+    stale, ridge = 0, None  # evaluations since the best; what chose the head
+    saved = run.latest_checkpoint()
+    if saved is not None:
+        load_state(model, optimizer, saved.tensors)
+        scaler.load_state_dict(saved.state["scaler"])
+        step, seconds, stale, ridge = saved.step, saved.state["seconds"], saved.state["stale"], saved.state["ridge"]
+        best = {"score": saved.state["best_score"], "step": saved.state["best_step"]}
+        loss_sum.fill_(saved.state["loss_sum"])
+        log.info("resuming at step %d of %d", step, total)
+    elif cfg.head == "ridge":
+        choice = bench.fit_ridge_head()
+        ridge = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
+    run.rewind_metrics(step)
+
+    def save(score: float | None = None) -> None:
+        if not bool(torch.isfinite(loss_sum)):
+            raise _not_finite(step)
+        state = {
+            "seconds": seconds + time.monotonic() - started,
+            "loss_sum": float(loss_sum),
+            "stale": stale,
+            "ridge": ridge,
+            "best_score": best["score"],
+            "best_step": best["step"],
+            "scaler": scaler.state_dict(),
+        }
+        run.save_checkpoint(step, state_tensors(model, optimizer), state | ({} if score is None else {"score": score}))
+
+    last_save, order, draws = time.monotonic(), None, None
+    with progress_bar(cfg.experiment, total, step, cfg.run.progress) as bar:
+        while step < total and not _patience_over(stale, cfg.train.patience):
+            epoch, within = divmod(step, steps_per_epoch)
+            if order is None or draws is None or within == 0:
+                order = batch_indices(len(bench.train), steps_per_epoch, cfg.optim.batch_size, torch_rng(cfg.seed, "batches", epoch, 0))
+                draws = bench.augment.draw(tuple(order.shape), torch_rng(cfg.seed, "augment", epoch, 0))
+            rate = learning_rate(bench, step / total, 1 / total)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+            # --- one step of SGD
+            model.train()
+            images, labels = training_batch(bench, bench.train, order[within], draws[within])
+            with bench.precision.autocast():
+                logits = forward(images, keep=dropout_mask(bench, len(labels), epoch, 0, within))
+                loss = F.cross_entropy(logits.float(), labels, label_smoothing=cfg.train.label_smoothing)
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss).backward()
+            if cfg.optim.clip_norm is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(params, cfg.optim.clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            loss_sum += loss.detach()
+            step += 1
+            bar.advance()
+
+            if step % FINITE_CHECK == 0 and not bool(torch.isfinite(loss_sum)):
+                raise _not_finite(step)
+            if step % steps_per_epoch:
+                if time.monotonic() - last_save >= 60 * cfg.run.checkpoint_minutes:
+                    save()
+                    last_save = time.monotonic()
+                continue
+
+            # --- the end of an epoch: evaluate on validation, log, checkpoint
+            line = {"step": step, "epoch": epoch + 1, "lr": rate, "train_loss": float(loss_sum) / steps_per_epoch}
+            if not bool(torch.isfinite(loss_sum)):
+                raise _not_finite(step)
+            score = None
+            if len(bench.val):
+                line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
+                score = line["val_accuracy"]
+                if best["score"] is None or score > best["score"]:
+                    best, stale = {"score": score, "step": step}, 0
+                else:
+                    stale += 1
+            else:
+                best = {"score": None, "step": step}
+            line["seconds"] = seconds + time.monotonic() - started
+            loss_sum.zero_()
+            run.append_metrics(line)
+            trackers.log(line)
+            save(score)
+            last_save = time.monotonic()
+            shown = f"loss {line['train_loss']:.4f}" + ("" if score is None else f", validation accuracy {100 * score:.2f} %")
+            log.info("epoch %d/%d: %s", epoch + 1, cfg.train.epochs, shown)
+            bar.advance(0, shown)
+
+    # --- the model that validation chose meets the test set, once
+    chosen = run.read_checkpoint(best["step"])
+    if chosen is None:
+        raise UserError(f"run.dir: the best checkpoint (step {best['step']}) is damaged; fedlens resume {run.path} makes it again")
+    load_state(model, optimizer, chosen.tensors)
+    test_loss, test_accuracy = bench.evaluate(ImageBank(bench.dataset.test, device))
+    elapsed = seconds + time.monotonic() - started
+    summary = {
+        "test_accuracy": test_accuracy,
+        "test_loss": test_loss,
+        "val_accuracy": best["score"],
+        "seconds": elapsed,
+        "epochs": step // steps_per_epoch,
+        "best_epoch": best["step"] // steps_per_epoch,
+        "steps": step,
+        "images_per_second": step * cfg.optim.batch_size / elapsed,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in params),
+        "precision": str(bench.precision.dtype).removeprefix("torch."),
+        "device": str(device),
+        "ridge": ridge,
+    }
+    run.finish(summary, model.state_dict())
+    trackers.finish(summary)
+    log.info("test accuracy %.2f %% (best epoch %d, %.0f s)", 100 * test_accuracy, summary["best_epoch"], elapsed)
+    return summary
+
+
+def learning_rate(bench: Bench, progress: float, tick: float) -> float:
+    o = bench.config.optim
+    return o.lr * schedule_factor(
+        o.schedule, progress, tick=tick, warmup=o.warmup, final=o.final, decay=o.decay, milestones=tuple(o.milestones)
+    )
+
+
+def training_batch(bench: Bench, bank: ImageBank, index: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    images, labels = bank.batch(index)
+    return bench.pipeline(images, draws.to(bench.device)), labels
+
+
+def dropout_mask(bench: Bench, batch: int, *ids: int) -> Tensor | None:
+    """Dropout before the head, keyed like all randomness: [batch, dim], divided by the keep rate."""
+    rate = bench.config.model.dropout
+    if rate == 0:
+        return None
+    dim = bench.model.head.in_features  # type: ignore[union-attr]
+    kept = torch.rand(batch, int(dim), generator=torch_rng(bench.config.seed, "dropout", *ids)) >= rate  # type: ignore[arg-type]
+    return (kept.float() / (1 - rate)).to(bench.device)
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The model under `model.`, momentum under `momentum.`, by parameter name."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        buffer = optimizer.state.get(param, {}).get("momentum_buffer")
+        if buffer is not None:
+            tensors[f"momentum.{name}"] = buffer
+    return tensors
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+    for name, param in model.named_parameters():
+        if (buffer := tensors.get(f"momentum.{name}")) is not None:
+            optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)
+
+
+def _patience_over(stale: int, patience: int | None) -> bool:
+    return patience is not None and stale >= patience
+
+
+def _not_finite(step: int) -> UserError:
+    return UserError(f"train loss is not finite at step {step}; a lower optim.lr or optim.clip_norm=1 may help; no such state was saved")

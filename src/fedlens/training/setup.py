@@ -1,0 +1,170 @@
+"""What both training loops need before their first step: device, precision, data on the device, model, evaluation."""
+
+import logging
+import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedlens.config import Config
+from fedlens.data.batches import Augment, ImageBank, Pipeline
+from fedlens.data.dataset import Dataset, load_dataset
+from fedlens.errors import UserError
+from fedlens.models import create_model
+from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
+
+log = logging.getLogger("fedlens")
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device: {name!r} given, but torch sees no CUDA device; allowed here is auto | cpu")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device: 'mps' given, but torch sees no Apple GPU; allowed here is auto | cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device: {name!r} given, allowed is auto | cpu | cuda | cuda:N | mps") from None
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise UserError(f"device: {name!r} given, but there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+@dataclass(frozen=True)
+class Precision:
+    """bf16 where the GPU has it, fp16 with loss scaling on older ones (T4), fp32 on the CPU."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, device: torch.device, name: str) -> "Precision":
+        if name == "auto":
+            if device.type != "cuda":
+                name = "fp32"
+            else:
+                name = "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+        if name == "fp16" and device.type != "cuda":
+            raise UserError("train.precision: fp16 needs a GPU; allowed here is auto | fp32 | bf16")
+        return cls(device, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
+
+    def autocast(self) -> AbstractContextManager[object]:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+
+@dataclass
+class Bench:
+    """The workbench of a run: everything that is fixed before training starts."""
+
+    config: Config
+    device: torch.device
+    precision: Precision
+    dataset: Dataset
+    model: nn.Module
+    pipeline: Pipeline
+    augment: Augment
+    train: ImageBank
+    val: ImageBank
+
+    def evaluate(self, bank: ImageBank, model: Callable[[Tensor], Tensor] | None = None) -> tuple[float, float]:
+        """(mean cross-entropy, accuracy) over a split, without augmentation."""
+        forward = self.model if model is None else model
+        was_training = self.model.training
+        self.model.eval()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            for index in torch.arange(len(bank)).split(self.config.train.eval_batch_size):
+                images, labels = bank.batch(index)
+                with self.precision.autocast():
+                    logits = forward(self.pipeline(images)).float()
+                loss += F.cross_entropy(logits, labels, reduction="sum").double()
+                right += (logits.argmax(1) == labels).sum()
+        self.model.train(was_training)
+        return float(loss) / len(bank), int(right) / len(bank)
+
+    def features(self, bank: ImageBank) -> Tensor:
+        """[samples, dim] backbone features in eval mode, float32."""
+        backbone = getattr(self.model, "features", None)
+        if backbone is None:
+            raise UserError(f"head: ridge needs a model with features(images); {self.config.model.name} has none")
+        was_training = self.model.training
+        self.model.eval()
+        found = []
+        with torch.inference_mode():
+            for index in torch.arange(len(bank)).split(self.config.train.eval_batch_size):
+                with self.precision.autocast():
+                    found.append(backbone(self.pipeline(bank.images(index))).float())
+        self.model.train(was_training)
+        return torch.cat(found).clone()
+
+    def fit_ridge_head(self) -> RidgeChoice:
+        """Step 0: the closed-form head on the pretrained features; lambda and temperature from validation."""
+        A, b = ridge_statistics(self.features(self.train), self.train.labels, self.dataset.num_classes)
+        choice = choose_ridge(A, b, self.features(self.val), self.val.labels)
+        head: nn.Linear = self.model.head  # type: ignore[assignment]
+        with torch.no_grad():
+            head.weight.copy_(choice.weight)
+            head.bias.copy_(choice.bias)
+        log.info(
+            "ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", choice.lam, choice.temperature, 100 * choice.val_accuracy
+        )
+        return choice
+
+
+def set_up(config: Config) -> Bench:
+    """Read the data, make the model, move both. Everything that can be wrong with the input fails here, before a run exists."""
+    device = pick_device(config.device)
+    precision = Precision.choose(device, config.train.precision)
+    data = load_dataset(
+        config.data.name, config.data.root, val_fraction=config.data.val_fraction, seed=config.seed, download=config.data.download
+    )
+    model = create_model(
+        config.model.name,
+        data.num_classes,
+        weights=config.model.weights,
+        image_size=config.model.image_size,
+        dropout=config.model.dropout,
+        freeze_blocks=config.model.freeze_blocks,
+        freeze_backbone=config.model.freeze_backbone,
+        seed=config.seed,
+    ).to(device)
+    if config.model.freeze_head:
+        for param in model.head.parameters():  # type: ignore[union-attr]
+            param.requires_grad_(False)
+    return Bench(
+        config=config,
+        device=device,
+        precision=precision,
+        dataset=data,
+        model=model,
+        pipeline=Pipeline(config.model.image_size, data.mean, data.std, dtype=torch.float32),
+        augment=Augment(config.data.crop, config.data.flip, config.data.randaugment, config.data.randaugment_magnitude),
+        train=ImageBank(data.train, device),
+        val=ImageBank(data.val, device),
+    )
+
+
+def environment() -> dict[str, str]:
+    """What a reader needs to know about where the figures come from."""
+    from fedlens import __version__
+
+    return {
+        "fedlens": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
