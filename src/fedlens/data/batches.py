@@ -105,17 +105,16 @@ def resize_matrix(size: int, out: int, device: torch.device) -> Tensor:
 
     The weights are torch's antialiased ones, which are Pillow's: what DINO and its descendants were trained with.
     """
-    eye = torch.eye(size).view(size, 1, size, 1)
-    weights = F.interpolate(eye, size=(out, 1), mode="bicubic", antialias=True, align_corners=False)
-    return weights.view(size, out).T.contiguous().to(device)
+    rows = F.interpolate(torch.eye(size)[None, None], size=(out, size), mode="bicubic", antialias=True, align_corners=False)
+    return rows[0, 0].contiguous().to(device)
 
 
 def shift_and_flip(images: Tensor, draws: Draws) -> Tensor:
     """Random crop of the black-bordered image, and mirror: one gather. uint8 in, uint8 out."""
     *lead, _, height, width = images.shape
     rows = torch.arange(height, device=images.device) + draws.shift[..., 0, None]  # [..., H]
-    cols = torch.arange(width, device=images.device)
-    cols = torch.where(draws.flip[..., None], width - 1 - cols, cols) + draws.shift[..., 1, None]  # [..., W]
+    cols = torch.arange(width, device=images.device) + draws.shift[..., 1, None]  # [..., W]
+    cols = torch.where(draws.flip[..., None], cols.flip(-1), cols)
     inside = ((rows >= 0) & (rows < height))[..., :, None] & ((cols >= 0) & (cols < width))[..., None, :]
     index = rows.clamp(0, height - 1)[..., :, None] * width + cols.clamp(0, width - 1)[..., None, :]  # [..., H, W]
     picked = images.flatten(-2).gather(-1, index.flatten(-2).unsqueeze(-2).expand(*images.shape[:-2], -1))

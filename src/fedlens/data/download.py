@@ -172,6 +172,8 @@ def _unpack(archive: Path, folder: Path, wanted: set[str]) -> set[str]:
                     with (folder / Path(name).name).open("wb") as out:
                         shutil.copyfileobj(data, out, CHUNK)
                     found.add(name)
+            while tar.fileobj and tar.fileobj.read(CHUNK):  # to the end: gzip's own checksum is there
+                pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{archive}: not a readable tar archive ({first_line(error)}); delete it and run again") from error
     return found

@@ -1,0 +1,263 @@
+"""The run folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, log.txt. Every write is atomic.
+
+A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the
+tensors. It is written under another name, flushed to disk and renamed, so a folder of that name is whole or damaged by the
+disk, never half-written; a damaged one is passed over for the one before, and that is said.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedlens.errors import UserError
+
+log = logging.getLogger("fedlens")
+
+
+@contextmanager
+def disk_errors(what: Path) -> Iterator[None]:
+    """A full or read-only disk is the user's to mend: one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EPERM, errno.ENOTDIR):
+            reason = (error.strerror or "cannot be written").lower()
+            raise UserError(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
+        raise
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Whole or not at all: a temporary file beside it, flushed, then renamed."""
+    part = path.with_name(path.name + ".part")
+    data = content.encode() if isinstance(content, str) else content
+    with disk_errors(path):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+@dataclass
+class Checkpoint:
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class RunFolder:
+    """A run on disk. `open` or `create` takes its lock, so that two processes never write one run."""
+
+    def __init__(self, path: Path, lock: IO[str], keep_last: int = 2, keep_best: int = 1) -> None:
+        self.path, self._lock = path, lock
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.checkpoints = path / "checkpoints"
+        self.after_write: Callable[[], None] = lambda: None
+
+    # --- opening and closing -------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: Path, config_yaml: str, environment: Mapping[str, Any], *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
+        if (path / "config.yaml").exists():
+            raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
+        if path.exists() and (not path.is_dir() or any(p.name != "lock" for p in path.iterdir())):
+            raise UserError(f"run.dir: {path} exists and is not an empty folder")
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path, _take_lock(path), keep_last, keep_best)
+            folder.checkpoints.mkdir(exist_ok=True)
+        write_json(path / "environment.json", environment)
+        write_atomic(path / "config.yaml", config_yaml)  # last: from here on it is a run
+        folder._log_to_file()
+        return folder
+
+    @classmethod
+    def open(cls, path: Path, *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
+        if not (path / "config.yaml").is_file():
+            raise UserError(f"run.dir: {path} holds no run (no config.yaml)")
+        with disk_errors(path):
+            folder = cls(path, _take_lock(path), keep_last, keep_best)
+            folder.checkpoints.mkdir(exist_ok=True)
+            for leftover in folder.checkpoints.glob(".part-*"):  # of a process that was killed while writing
+                shutil.rmtree(leftover)
+        folder._log_to_file()
+        return folder
+
+    def _log_to_file(self) -> None:
+        self._handler = logging.FileHandler(self.path / "log.txt")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
+        log.addHandler(self._handler)
+
+    def close(self) -> None:
+        log.removeHandler(self._handler)
+        self._handler.close()
+        self._lock.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- metrics and summary -------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        with disk_errors(self.path / "metrics.jsonl"), (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop what was written after the checkpoint that the run goes on from, a torn last line included."""
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+
+    def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
+        part = self.path / "model.safetensors.part"
+        with disk_errors(self.path / "model.safetensors"):
+            save_file(_cpu(model), part)
+            os.replace(part, self.path / "model.safetensors")
+        write_json(self.path / "summary.json", summary)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """`state` may carry `score`: the best K by score are kept beside the last N, the earlier of two equal ones."""
+        part, final = self.checkpoints / f".part-{step:09d}", self.checkpoints / f"step-{step:09d}"
+        with disk_errors(final):
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir()
+                save_file(_cpu(tensors), part / "tensors.safetensors")
+                digest = _sha256(part / "tensors.safetensors")
+                (part / "state.json").write_text(json.dumps({"sha256": digest, "step": step, **state}, indent=1))
+                for file in part.iterdir():
+                    _fsync(file)
+                if final.exists():
+                    shutil.rmtree(final)  # a damaged one that this run passed over
+                os.rename(part, final)
+                _fsync(self.checkpoints)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(part, ignore_errors=True)
+                if isinstance(error, SafetensorError):
+                    raise UserError(f"run.dir: {final} cannot be written: {error}; what was saved before is intact") from None
+                raise
+        self._prune()
+        self.after_write()
+
+    def _steps(self) -> list[int]:
+        return sorted(int(p.name.removeprefix("step-")) for p in self.checkpoints.glob("step-*"))
+
+    def _prune(self) -> None:
+        steps = self._steps()
+        scores = {s: self._state(s).get("score") for s in steps}
+        best = sorted((s for s in steps if scores[s] is not None), key=lambda s: (-scores[s], s))[: self.keep_best]
+        for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
+            shutil.rmtree(self.checkpoints / f"step-{step:09d}")
+
+    def _state(self, step: int) -> dict[str, Any]:
+        try:
+            found = json.loads((self.checkpoints / f"step-{step:09d}" / "state.json").read_text())
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def read_checkpoint(self, step: int) -> Checkpoint | None:
+        """A checkpoint whose tensors match their digest, or None."""
+        state = self._state(step)
+        try:
+            data = (self.checkpoints / f"step-{step:09d}" / "tensors.safetensors").read_bytes()
+            if not state or hashlib.sha256(data).hexdigest() != state.get("sha256"):
+                return None
+            return Checkpoint(step, load_bytes(data), state)
+        except (OSError, SafetensorError):
+            return None
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest sound checkpoint whose best-so-far is sound too. Later ones are removed: the run makes them again."""
+        for step in reversed(self._steps()):
+            found = self.read_checkpoint(step)
+            best = found.state.get("best_step") if found else None
+            if found and (best is None or best == step or self.read_checkpoint(best)):
+                return found
+            which = f"step {step}" if not found else f"step {best}, the best before step {step},"
+            log.warning("checkpoint of %s is damaged: falling back to the one before", which)
+            shutil.rmtree(self.checkpoints / f"step-{step:09d}")
+        return None
+
+
+def _take_lock(path: Path) -> IO[str]:
+    file = (path / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back however the process ends
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"run.dir: {path} is in use by another process") from None
+    except OSError:  # some network and FUSE file systems (a mounted Google Drive) know no locks
+        log.warning("%s: this file system has no locks; make sure that only one process uses the run", path)
+    return file
+
+
+def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # folders cannot be flushed on every file system
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as dicts; a torn last line, left by a kill, is not a line."""
+    lines: list[dict[str, Any]] = []
+    file = path / "metrics.jsonl"
+    for text in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    file = path / "model.safetensors"
+    if not file.is_file():
+        raise UserError(f"run: {path} is not finished, so it has no final model yet; go on with it: fedlens resume {path}")
+    return load_file(file)

@@ -1,0 +1,128 @@
+"""Optional mirrors of metrics.jsonl: TensorBoard, Weights & Biases (offline too), MLflow. One function makes each.
+
+A tracker never decides anything and may vanish without harm. After a resume it goes on in the same tracker run; lines that
+the resumed run writes again are logged again at the same step.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedlens.errors import UserError
+
+
+class Tracker(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self.writer.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """Project and entity from WANDB_PROJECT and WANDB_ENTITY; offline with WANDB_MODE=offline, or where nobody is logged in."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        note = folder / "wandb-id.txt"
+        if not note.exists():
+            note.write_text(wandb.util.generate_id())
+        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self.run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fedlens"),
+            name=folder.name,
+            id=note.read_text(),
+            resume="allow",
+            dir=str(folder),
+            mode=mode,  # type: ignore[arg-type]
+            config=dict(config),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.run.summary.update(dict(summary))
+        self.run.finish()
+
+
+class MLflow:
+    """To MLFLOW_TRACKING_URI, or a file store in the run folder."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (folder / "mlruns").resolve().as_uri()
+        self.client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        note = folder / "mlflow-id.txt"
+        if not note.exists():
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedlens")
+            found = self.client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self.client.create_experiment(name)
+            note.write_text(self.client.create_run(experiment, run_name=folder.name).info.run_id)
+            for key, value in _flat(config).items():
+                self.client.log_param(note.read_text(), key, value)
+        self.id = note.read_text()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.client.log_metric(self.id, name, value, step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        for name, value in summary.items():
+            if isinstance(value, int | float):
+                self.client.log_metric(self.id, f"summary.{name}", value)
+        self.client.set_terminated(self.id)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+class Trackers:
+    """All trackers of a run as one."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
+        self.all: list[Tracker] = []
+        for name in names:
+            try:
+                self.all.append(TRACKERS[name](folder, config))
+            except ImportError:
+                raise UserError(f"run.trackers: {name} is not installed; install it with: pip install 'fedlens[{name}]'") from None
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for tracker in self.all:
+            tracker.log(numbers, int(line["step"]))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        for tracker in self.all:
+            tracker.finish(summary)
