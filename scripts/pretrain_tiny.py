@@ -46,7 +46,7 @@ BLUR, BLUR_RATE = 1.0, 0.3  # pixels by which the interpolating kernel is widene
 DRAWS = 9  # uniform numbers that one view takes
 
 # head
-HIDDEN, BOTTLENECK, NAMES = 512, 128, 2048  # far fewer names than the paper's 65,536: the data has far fewer kinds of things
+HIDDEN, BOTTLENECK, NAMES = 512, 128, 1024  # far fewer names than the paper's 65,536: the data has far fewer kinds of things
 
 # optimisation
 STUDENT_TEMP = 0.1

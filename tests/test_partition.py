@@ -89,7 +89,9 @@ def test_dirichlet_is_nearer_to_iid_the_larger_alpha() -> None:
     assert near < 0.4
 
 
-@pytest.mark.parametrize("scheme", [{"scheme": "iid"}, {"scheme": "classes", "classes_per_client": 3}, {"scheme": "dirichlet", "alpha": 0.5}])
+@pytest.mark.parametrize(
+    "scheme", [{"scheme": "iid"}, {"scheme": "classes", "classes_per_client": 3}, {"scheme": "dirichlet", "alpha": 0.5}]
+)
 def test_equal_seeds_give_equal_shards_and_different_seeds_different_ones(scheme: dict[str, object]) -> None:
     labels = torch.arange(10).repeat(60)
     a, b, c = (partition(labels, 20, seed=s, **scheme) for s in (0, 0, 1))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ _HOME = {  # public name -> where it lives
     "load_run": "fedlens.training.execute",
     "Run": "fedlens.training.execute",
 }
-__all__ = [*_HOME]
+__all__ = ["Run", "create_model", "load_dataset", "load_run", "partition", "ridge_head", "ridge_statistics", "run"]
 
 if TYPE_CHECKING:
     from fedlens.data.dataset import load_dataset

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedlens import __version__
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
 
 log = logging.getLogger("fedlens")
 
@@ -119,7 +119,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     try:
         partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
     except (OSError, ValueError) as error:
-        raise UserError(f"--out: {out} cannot be written ({str(error).splitlines()[0]})") from None
+        raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
     print(f"figure: {out}")
     return 0
 
@@ -168,7 +168,13 @@ def parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")
     parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)
-    c = command(parts, "prepare", data_prepare_command, "Download a data set, or check one that is there.", "fedlens data prepare cifar100 --root data")
+    c = command(
+        parts,
+        "prepare",
+        data_prepare_command,
+        "Download a data set, or check one that is there.",
+        "fedlens data prepare cifar100 --root data",
+    )
     c.add_argument("name", help="cifar100, cifar10, fashion_mnist, folder, hf:NAME")
     c.add_argument("--root", help="where it is or goes (default: FEDLENS_DATA or ~/.cache/fedlens/data)")
     c = command(

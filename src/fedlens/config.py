@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.errors import UserError, bad_value, unknown
+from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.optim.schedules import SCHEDULES
 
 
@@ -206,7 +206,7 @@ def normalise(overrides: Sequence[str]) -> list[str]:
         try:
             parsed = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            raise UserError(f"override: {text!r} is not key=value ({str(error).splitlines()[0]})") from None
+            raise UserError(f"override: {text!r} is not key=value ({first_line(error)})") from None
         key = str(parsed.key_or_group)
         if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
             raise UserError(f"override: {text!r} given, allowed is key=value (keys can be neither added nor deleted)")
@@ -227,13 +227,13 @@ def compose(overrides: Sequence[str]) -> Config:
         with initialize_config_module("fedlens.conf", version_base="1.3"):
             return to_config(hydra_compose("config", wanted))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"override: {_first_line(error, wanted)}") from None
+        raise UserError(f"override: {_what_failed(error, wanted)}") from None
 
 
-def _first_line(error: Exception, overrides: Sequence[str]) -> str:
+def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
     """Hydra's message without its stack: which value did not fit which type."""
     cause = error.__cause__ or error
-    line = str(cause).splitlines()[0]
+    line = first_line(cause)
     key = getattr(cause, "full_key", None) or next((o for o in overrides if o.split("=")[0] in str(error)), "")
     return f"{key}: {line}" if key and key not in line else line
 
@@ -243,7 +243,7 @@ def to_config(composed: DictConfig) -> Config:
         whole = OmegaConf.merge(OmegaConf.structured(Config), composed)
         config = OmegaConf.to_object(whole)
     except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from None
     assert isinstance(config, Config)
     return validate(config)
 
@@ -255,7 +255,7 @@ def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (OSError, ValueError) as error:
         raise UserError(f"config: {path} cannot be read ({error})") from None
     except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"config: {path} is not YAML ({str(error).splitlines()[0]})") from None
+        raise UserError(f"config: {path} is not YAML ({first_line(error)})") from None
     if not isinstance(saved, DictConfig):
         raise UserError(f"config: {path} is not a mapping of keys")
     keys = set(known_keys())
@@ -265,7 +265,7 @@ def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides))))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
-        raise UserError(f"config: {str(error).splitlines()[0]}") from None
+        raise UserError(f"config: {first_line(error)}") from None
 
 
 def to_yaml(config: Config) -> str:

@@ -20,3 +20,8 @@ def unknown(field: str, given: str, known: Iterable[str]) -> UserError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(names) if len(names) <= 20 else ", ".join(near or names[:20]) + ", …"
     return UserError(f"{field}: {given!r} is unknown; {hint}allowed is one of {listed}")
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line, for an error that is shown as one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

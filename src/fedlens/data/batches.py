@@ -111,7 +111,7 @@ def resize_matrix(size: int, out: int, device: torch.device) -> Tensor:
 
 def shift_and_flip(images: Tensor, draws: Draws) -> Tensor:
     """Random crop of the black-bordered image, and mirror: one gather. uint8 in, uint8 out."""
-    *lead, _, height, width = images.shape
+    height, width = images.shape[-2:]
     rows = torch.arange(height, device=images.device) + draws.shift[..., 0, None]  # [..., H]
     cols = torch.arange(width, device=images.device) + draws.shift[..., 1, None]  # [..., W]
     cols = torch.where(draws.flip[..., None], cols.flip(-1), cols)

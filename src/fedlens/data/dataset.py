@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedlens.errors import UserError, bad_value, unknown
+from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.seeding import numpy_rng
 
 IN_MEMORY_BYTES = 2 << 30  # 2 GiB: CIFAR (184 MB) is far below, ImageNet at 256 px (252 GB) far above
@@ -189,8 +189,3 @@ def check_labels(labels: Tensor, classes: int, where: object) -> Tensor:
     if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
         raise UserError(f"{where}: labels from {int(labels.min())} to {int(labels.max())}, allowed is 0 to {classes - 1}")
     return labels
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in one line, for an error that is shown as one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlens.data.dataset import Raw, Split, channel_statistics, check_labels, first_line
+from fedlens.data.dataset import Raw, Split, channel_statistics, check_labels
 from fedlens.data.folder import Item, cached_images, natural_size
-from fedlens.errors import UserError, bad_value
+from fedlens.errors import UserError, bad_value, first_line
 
 LABELS = ["fine_label", "label", "labels"]  # preferred names, the first that is there
 

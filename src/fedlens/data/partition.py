@@ -47,7 +47,7 @@ def _as_array(labels: Labels) -> Index:
     return y.astype(np.int64)
 
 
-def iid(y: Index, clients: int, rng: np.random.Generator, **_: Any) -> Index:
+def iid(y: Index, clients: int, rng: np.random.Generator, **other: Any) -> Index:
     """Stratified: sizes differ by at most 1, and so does each class between clients."""
     order = np.lexsort((rng.random(len(y)), y))  # by class, at random within a class
     owner = np.empty(len(y), np.int64)
@@ -55,9 +55,9 @@ def iid(y: Index, clients: int, rng: np.random.Generator, **_: Any) -> Index:
     return owner
 
 
-def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_client: int | None = None, **_: Any) -> Index:
+def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_client: int | None = None, **other: Any) -> Index:
     """Exactly Nc distinct classes a client, every class on some client, sizes as equal as the class counts allow."""
-    present, y = np.unique(y, return_inverse=True)
+    y = np.unique(y, return_inverse=True)[1]
     counts, nc = np.bincount(y), classes_per_client
     if nc is None or nc < 1:
         raise bad_value("data.classes_per_client", nc, ">= 1 for data.partition=classes")
@@ -140,7 +140,6 @@ def _level(held: Index, counts: Index, rng: np.random.Generator, sweeps: int = 2
     Coordinate descent on the sum of squared sizes: one class at a time is poured like water over its holders. That is
     convex with a separable constraint, so it converges to the best split of this assignment.
     """
-    clients, nc = held.shape
     sizes = np.zeros(held.shape, np.int64)
     slots = [np.nonzero(held == c) for c in range(len(counts))]
     for c, (who, where) in enumerate(slots):  # start from an even split
@@ -175,7 +174,7 @@ def _pour(rest: Index, amount: int) -> Index:
     return x
 
 
-def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None, **_: Any) -> Index:
+def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None, **other: Any) -> Index:
     """Equal sizes; each client's class proportions from Dir(alpha x prior), exhausted classes renormalised."""
     if alpha is None or not alpha > 0 or not np.isfinite(alpha):
         raise bad_value("data.alpha", alpha, "> 0 for data.partition=dirichlet")

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlens.data.dataset import first_line
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
 
 
 class _Dtype:

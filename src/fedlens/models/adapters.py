@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
 
 
 class Adapted(nn.Module):
@@ -41,7 +41,7 @@ def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int | N
         except TypeError:  # convolutional networks take any size and know no img_size
             backbone = timm.create_model(name, pretrained=pretrained, num_classes=0)
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"model.name: timm:{name} cannot be made ({str(error).splitlines()[0][:160]})") from None
+        raise UserError(f"model.name: timm:{name} cannot be made ({first_line(error)[:160]})") from None
     return Adapted(backbone, int(backbone.num_features), num_classes, dropout)
 
 
@@ -54,6 +54,6 @@ def from_huggingface(name: str, num_classes: int, pretrained: bool, dropout: flo
         config = AutoConfig.from_pretrained(name)
         backbone = AutoModel.from_pretrained(name) if pretrained else AutoModel.from_config(config)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.name: hf:{name} cannot be loaded ({str(error).splitlines()[0][:160]})") from None
+        raise UserError(f"model.name: hf:{name} cannot be loaded ({first_line(error)[:160]})") from None
     dim = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
     return Adapted(backbone, int(dim), num_classes, dropout)

@@ -179,7 +179,7 @@ class ViT(nn.Module):
                 nn.init.uniform_(param, -bound, bound, generator=rng)
             elif name in ("cls_token", "pos_embed") or param.ndim == 2:
                 nn.init.trunc_normal_(param, std=0.02, generator=rng)
-            elif "norm" in name and name.endswith("weight") or name.endswith("gamma"):
+            elif ("norm" in name and name.endswith("weight")) or name.endswith("gamma"):
                 nn.init.ones_(param)
             else:
                 nn.init.zeros_(param)

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedlens.errors import UserError
+from fedlens.download import download
+from fedlens.errors import UserError, first_line
 from fedlens.models.vit import ViT, resize_positions
 
 
@@ -54,8 +55,6 @@ def public_path(name: str) -> Path:
 
 def fetch_public(name: str) -> Path:
     """The public checkpoint of this model, from the cache or downloaded; its SHA-256 is checked either way."""
-    from fedlens.data.download import download
-
     public, path = PUBLIC[name], public_path(name)
     if not path.exists():
         download(public.url, path, sha256=public.sha256, size=public.size)
@@ -80,7 +79,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"model.weights: {path} cannot be read as a checkpoint ({str(error).splitlines()[0][:120]})") from None
+        raise UserError(f"model.weights: {path} cannot be read as a checkpoint ({first_line(error)[:120]})") from None
     for inner in ("teacher", "state_dict", "model"):  # DINO's full checkpoints and many trainers' wrap the weights
         if isinstance(found, Mapping) and isinstance(found.get(inner), Mapping):
             found = found[inner]
@@ -89,11 +88,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in found.items()}
 
 
-_HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model -> ours
+_HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model -> ours; the published files' names and those transformers 5 has in memory
     (r"^embeddings\.cls_token$", "cls_token"),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^encoder\.layer\.(\d+)\.", r"blocks.\1."),
+    (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"\.attention\.q_proj\.", ".attn.query."),
+    (r"\.attention\.k_proj\.", ".attn.key."),
+    (r"\.attention\.v_proj\.", ".attn.value."),
     (r"\.attention\.output\.dense\.", ".attn.proj."),
     (r"\.attention\.attention\.(query|key|value)\.", r".attn.\1."),
     (r"\.intermediate\.dense\.", ".mlp.fc1."),

@@ -26,12 +26,12 @@ def linear(progress: float, *, final: float, decay: float, milestones: Sequence[
 
 def step(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
     """Times `decay` at each milestone."""
-    return decay ** sum(progress >= m for m in milestones)
+    return math.pow(decay, len([m for m in milestones if progress >= m]))
 
 
 def exponential(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
     """Geometric from 1 to `decay` over the whole run."""
-    return decay**progress
+    return math.pow(decay, progress)
 
 
 SCHEDULES: dict[str, Callable[..., float]] = {f.__name__: f for f in (constant, cosine, step, exponential, linear)}

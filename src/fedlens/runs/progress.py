@@ -34,6 +34,12 @@ def progress_bar(title: str, total: int, done: int = 0, show: bool = True) -> It
     if not show or not sys.stderr.isatty():
         yield _Silent()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _Rich(progress, progress.add_task(title, total=total, completed=done, note=""))

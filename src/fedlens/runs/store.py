@@ -176,8 +176,8 @@ class RunFolder:
 
     def _prune(self) -> None:
         steps = self._steps()
-        scores = {s: self._state(s).get("score") for s in steps}
-        best = sorted((s for s in steps if scores[s] is not None), key=lambda s: (-scores[s], s))[: self.keep_best]
+        scores = {s: float(score) for s in steps if (score := self._state(s).get("score")) is not None}
+        best = sorted(scores, key=lambda s: (-scores[s], s))[: self.keep_best]
         for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
             shutil.rmtree(self.checkpoints / f"step-{step:09d}")
 

@@ -6,6 +6,7 @@ the resumed run writes again are logged again at the same step.
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"))
         self.writer.add_text("config", "```\n" + json.dumps(config, indent=1) + "\n```")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -41,7 +42,7 @@ class WeightsAndBiases:
 
         note = folder / "wandb-id.txt"
         if not note.exists():
-            note.write_text(wandb.util.generate_id())
+            note.write_text(uuid.uuid4().hex[:8])
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self.run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedlens"),

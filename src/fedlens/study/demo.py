@@ -26,11 +26,16 @@ def demo(out: Path, seed: int = 0) -> Path:
     out.mkdir(parents=True)
     (out / MARK).touch()
     started = time.monotonic()
-    page = Page("fedlens demo", "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine.")
+    page = Page(
+        "fedlens demo",
+        "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine.",
+    )
     partitions(page, seed)
     baseline(page, run([f"run.dir={out / 'runs' / 'centralized'}", f"seed={seed}"]))
     page.section("Run it yourself")
-    page.code("fedlens run experiment=centralized seed=1\nfedlens resume runs/…      # after an interruption, to the same bits\nfedlens run -m seed=0,1,2  # a sweep")
+    page.code(
+        "fedlens run experiment=centralized seed=1\nfedlens resume runs/…      # after an interruption, to the same bits\nfedlens run -m seed=0,1,2  # a sweep"
+    )
     page.parts.append(f'<p class="soft">Made in {time.monotonic() - started:.0f} s.</p>')
     path = out / "index.html"
     write_atomic(path, page.html())
@@ -50,7 +55,9 @@ def partitions(page: Page, seed: int) -> None:
         f"{len(labels):,} training images are split over {CLIENTS} clients, every image on exactly one. With IID shards all clients see the "
         "same mixture; with few classes a client their gradients point in different directions, and averaging what they learn costs accuracy.",
     )
-    page.figure(partition_figure({name: label_counts(labels, shards) for name, shards in plans.items()}), "Samples of each class on each client.")
+    page.figure(
+        partition_figure({name: label_counts(labels, shards) for name, shards in plans.items()}), "Samples of each class on each client."
+    )
     rows = []
     for name, shards in plans.items():
         s = partition_stats(labels, shards)

@@ -34,7 +34,9 @@ def examine(root: str | None = None) -> list[Row]:
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
             precision = "bf16" if torch.cuda.get_device_capability(i)[0] >= 8 else "fp16 with loss scaling"
-            rows.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {precision}", ""))
+            rows.append(
+                (f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {precision}", "")
+            )
     else:
         rows.append(("GPU", "none that torch sees", "runs go to the CPU in fp32"))
     rows.append(("data root", str(Path(root) if root else default_root()), "set data.root or FEDLENS_DATA"))
@@ -48,6 +50,10 @@ def examine(root: str | None = None) -> list[Row]:
     for name, file in PUBLIC.items():
         path = public_path(name)
         rows.append(
-            (f"weights: {name}", f"found, {path}" if path.is_file() else "not found", "" if path.is_file() else f"fetched on first use from {file.url}")
+            (
+                f"weights: {name}",
+                f"found, {path}" if path.is_file() else "not found",
+                "" if path.is_file() else f"fetched on first use from {file.url}",
+            )
         )
     return rows

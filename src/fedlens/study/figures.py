@@ -26,7 +26,9 @@ def partition_figure(counts: Mapping[str, NDArray[np.int64]]) -> Figure:
     return figure
 
 
-def curves_figure(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, baseline: Mapping[str, float] | None = None) -> Figure:
+def curves_figure(
+    series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, baseline: Mapping[str, float] | None = None
+) -> Figure:
     """Lines with points, and horizontal lines for what has no x."""
     figure = Figure(figsize=(6.2, 3.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -32,7 +32,9 @@ class Page:
         self.parts += [f"<h2>{escape(heading)}</h2>", *(f"<p>{escape(p)}</p>" for p in paragraphs)]
 
     def figure(self, figure: Figure, caption: str) -> None:
-        self.parts.append(f'<figure role="img" aria-label="{escape(caption)}">{as_svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>')
+        self.parts.append(
+            f'<figure role="img" aria-label="{escape(caption)}">{as_svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>'
+        )
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         def cell(value: object) -> str:
@@ -48,6 +50,8 @@ class Page:
         self.parts.append(f"<pre>{escape(text)}</pre>")
 
     def html(self) -> str:
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(self.title)}</title>'
+        head = (
+            f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(self.title)}</title>'
+        )
         icon = '<link rel="icon" href="data:,">'  # without it a browser asks a server for one
         return f'<!doctype html><html lang="en"><head>{head}{icon}<style>{STYLE}</style></head><body>{"".join(self.parts)}</body></html>\n'

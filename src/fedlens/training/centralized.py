@@ -91,7 +91,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
                 logits = forward(images, keep=dropout_mask(bench, len(labels), epoch, 0, within))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=cfg.train.label_smoothing)
             optimizer.zero_grad(set_to_none=True)
-            scaler.scale(loss).backward()
+            torch.autograd.backward(scaler.scale(loss))
             if cfg.optim.clip_norm is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(params, cfg.optim.clip_norm)

@@ -85,7 +85,7 @@ class Bench:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            for index in torch.arange(len(bank)).split(self.config.train.eval_batch_size):
+            for index in torch.split(torch.arange(len(bank)), self.config.train.eval_batch_size):
                 images, labels = bank.batch(index)
                 with self.precision.autocast():
                     logits = forward(self.pipeline(images)).float()
@@ -103,7 +103,7 @@ class Bench:
         self.model.eval()
         found = []
         with torch.inference_mode():
-            for index in torch.arange(len(bank)).split(self.config.train.eval_batch_size):
+            for index in torch.split(torch.arange(len(bank)), self.config.train.eval_batch_size):
                 with self.precision.autocast():
                     found.append(backbone(self.pipeline(bank.images(index))).float())
         self.model.train(was_training)
@@ -118,7 +118,10 @@ class Bench:
             head.weight.copy_(choice.weight)
             head.bias.copy_(choice.bias)
         log.info(
-            "ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", choice.lam, choice.temperature, 100 * choice.val_accuracy
+            "ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%",
+            choice.lam,
+            choice.temperature,
+            100 * choice.val_accuracy,
         )
         return choice
 

@@ -19,8 +19,7 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fedlens.data.dataset import first_line
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
 
 CHUNK = 1 << 20
 TIMEOUT = 30  # seconds without a byte before the connection counts as cut

@@ -1,0 +1,189 @@
+"""Checkpoints in every layout people have, loaded strictly; the public download against local files."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedlens.errors import UserError
+from fedlens.models import SHAPES, create_model, weights
+from fedlens.models.vit import ViT, ViTShape
+from fedlens.models.weights import PublicFile, load_weights, read_tensors
+
+SHAPE = ViTShape(patch=8, dim=24, depth=2, heads=2, image_size=32)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """A small `dino_vits16` and the tensors of its public checkpoint: no head."""
+    monkeypatch.setitem(SHAPES, "dino_vits16", SHAPE)
+    return {n: torch.randn_like(t) for n, t in ViT(SHAPE, 3).state_dict().items() if not n.startswith("head.")}
+
+
+def to_huggingface(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DINO's names -> those of transformers' ViTModel, as facebook/dino-vits16 has them."""
+    out = {
+        "embeddings.cls_token": state["cls_token"],
+        "embeddings.position_embeddings": state["pos_embed"],
+        "embeddings.patch_embeddings.projection.weight": state["patch_embed.proj.weight"],
+        "embeddings.patch_embeddings.projection.bias": state["patch_embed.proj.bias"],
+        "layernorm.weight": state["norm.weight"],
+        "layernorm.bias": state["norm.bias"],
+        "pooler.dense.weight": torch.zeros(24, 24),
+        "pooler.dense.bias": torch.zeros(24),
+    }
+    for i in range(2):
+        for kind in ("weight", "bias"):
+            ours, theirs = f"blocks.{i}.", f"encoder.layer.{i}."
+            for part, value in zip(("query", "key", "value"), state[f"{ours}attn.qkv.{kind}"].chunk(3), strict=True):
+                out[f"{theirs}attention.attention.{part}.{kind}"] = value
+            out[f"{theirs}attention.output.dense.{kind}"] = state[f"{ours}attn.proj.{kind}"]
+            out[f"{theirs}intermediate.dense.{kind}"] = state[f"{ours}mlp.fc1.{kind}"]
+            out[f"{theirs}output.dense.{kind}"] = state[f"{ours}mlp.fc2.{kind}"]
+            out[f"{theirs}layernorm_before.{kind}"] = state[f"{ours}norm1.{kind}"]
+            out[f"{theirs}layernorm_after.{kind}"] = state[f"{ours}norm2.{kind}"]
+    return out
+
+
+def assert_loaded(path: Path, want: dict[str, Tensor]) -> None:
+    got = create_model("dino_vits16", 3, weights=path, image_size=32).state_dict()
+    assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"teacher": {f"module.backbone.{n}": t for n, t in s.items()}, "epoch": 3}])
+def test_the_torch_hub_layout_loads(small: dict[str, Tensor], tmp_path: Path, wrap: object) -> None:
+    torch.save(wrap(small), tmp_path / "dino.pth")  # type: ignore[operator]
+    assert_loaded(tmp_path / "dino.pth", small)
+
+
+def test_timm_s_layout_loads_with_its_head(small: dict[str, Tensor], tmp_path: Path) -> None:
+    state = small | {"head.weight": torch.randn(3, 24), "head.bias": torch.randn(3)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert_loaded(tmp_path / "model.safetensors", state)
+
+
+def test_hugging_face_s_layout_loads(small: dict[str, Tensor], tmp_path: Path) -> None:
+    save_file({n: t.contiguous().clone() for n, t in to_huggingface(small).items()}, tmp_path / "model.safetensors")
+    assert_loaded(tmp_path / "model.safetensors", small)
+
+
+def test_hugging_face_s_dinov2_layout_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Dinov2Config(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8, mlp_ratio=4)
+    theirs = transformers.Dinov2Model(config).eval()
+    model = ViT(ViTShape(8, 24, 2, 2, 32, layer_scale=True), 3).eval()
+    load_weights(model, theirs.state_dict(), "Dinov2Model")
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.allclose(model.features(images), theirs(images).last_hidden_state[:, 0], atol=1e-4)
+
+
+def test_hugging_face_s_vit_computes_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, image_size=32, patch_size=8, layer_norm_eps=1e-6
+    )
+    theirs = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    theirs.save_pretrained(tmp_path)
+    model = ViT(SHAPE, 3).eval()
+    load_weights(model, read_tensors(tmp_path / "model.safetensors"), "ViTModel")
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.allclose(model.features(images), theirs(images).last_hidden_state[:, 0], atol=1e-4)
+
+
+def test_a_hugging_face_backbone_is_adapted_and_trains(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    model = create_model(f"hf:{tmp_path}", 5, weights="pretrained", image_size=32)
+    model(torch.randn(2, 1, 32, 32)).sum().backward()
+    assert model.head.weight.shape == (5, 24)  # type: ignore[union-attr]
+    assert model.head.weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("norm.bias"), r"missing norm\.bias"),
+        (lambda s: s.update(extra=torch.zeros(1)), "surplus extra"),
+        (lambda s: s.update({"norm.weight": torch.zeros(7)}), r"norm\.weight is \[7\], needs \[24\]"),
+        (lambda s: s.update({"head.weight": torch.zeros(9, 24), "head.bias": torch.zeros(9)}), r"head\.weight is \[9, 24\]"),
+        (lambda s: s.update({"head.weight": torch.zeros(3, 24)}), r"missing head\.bias"),
+        (lambda s: [s.update({f"student.{n}": s.pop(n)}) for n in list(s)], "missing cls_token"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_lists_it(small: dict[str, Tensor], tmp_path: Path, change: object, message: str) -> None:
+    change(small)  # type: ignore[operator]
+    torch.save(small, tmp_path / "bad.pth")
+    with pytest.raises(UserError, match=message):
+        create_model("dino_vits16", 3, weights=tmp_path / "bad.pth", image_size=32)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
+@pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
+def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path: Path, content: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=r"^model\.weights: [^\n]*$"):
+        create_model("tiny", 3, weights=tmp_path / name, image_size=28)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
+
+    torch.save({"w": Evil()}, tmp_path / "evil.pth")
+    with pytest.raises(UserError, match="cannot be read"):
+        create_model("tiny", 3, weights=tmp_path / "evil.pth", image_size=28)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_positions_are_resized_to_the_wanted_image_size(small: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(small, tmp_path / "dino.pth")
+    model = create_model("dino_vits16", 3, weights=tmp_path / "dino.pth", image_size=48)
+    assert model.pos_embed.shape == (1, 37, 24)  # type: ignore[union-attr]
+    reference = create_model("dino_vits16", 3, weights=tmp_path / "dino.pth", image_size=32)
+    images = torch.randn(2, 3, 48, 48)  # the model of the other size interpolates while it runs: the same function
+    with torch.inference_mode():
+        assert torch.allclose(model.features(images), reference.features(images), atol=1e-5)  # type: ignore[operator]
+
+
+def publish(path: Path, monkeypatch: pytest.MonkeyPatch, digest: str | None = None) -> None:
+    data = path.read_bytes()
+    public = PublicFile(path.as_uri(), digest or hashlib.sha256(data).hexdigest(), len(data))
+    monkeypatch.setitem(weights.PUBLIC, "dino_vits16", public)
+
+
+def test_pretrained_fetches_checks_and_caches_the_public_file(
+    small: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(small, tmp_path / "published.pth")
+    publish(tmp_path / "published.pth", monkeypatch)
+    assert_loaded(weights.fetch_public("dino_vits16"), small)
+    (tmp_path / "published.pth").unlink()  # the second time it comes from the cache
+    got = create_model("dino_vits16", 3, weights="pretrained", image_size=32).state_dict()
+    assert all(torch.equal(got[n], t) for n, t in small.items())
+
+
+def test_a_public_file_with_the_wrong_digest_is_refused(small: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(small, tmp_path / "published.pth")
+    publish(tmp_path / "published.pth", monkeypatch, digest="0" * 64)
+    with pytest.raises(UserError, match="0000"):
+        create_model("dino_vits16", 3, weights="pretrained", image_size=32)
+    assert not weights.public_path("dino_vits16").exists()
+    weights.cache_folder().mkdir(parents=True, exist_ok=True)
+    weights.public_path("dino_vits16").write_bytes(b"tampered")
+    with pytest.raises(UserError, match="delete it"):
+        create_model("dino_vits16", 3, weights="pretrained", image_size=32)
+
+
+def test_timm_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(UserError, match=r"fedlens\[timm\]"):
+        create_model("timm:vit_tiny_patch16_224", 3)
