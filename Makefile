@@ -16,7 +16,7 @@ test: .venv/dev.done
 
 # on a machine with a GPU and torch already there: make test-gpu PYTHON=python3
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
 install: .venv/core.done
 

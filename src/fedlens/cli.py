@@ -111,15 +111,15 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     shards = partition(
         labels, config.federated.clients, c.partition, classes_per_client=c.classes_per_client, alpha=c.alpha, seed=config.seed
     )
-    table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
-    for name, value in partition_stats(labels, shards).as_dict().items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
     out = Path(args.out)
     try:
         partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
+    table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
+    for name, value in partition_stats(labels, shards).as_dict().items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
     print(f"figure: {out}")
     return 0
 

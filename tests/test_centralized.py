@@ -1,0 +1,104 @@
+"""The centralised loop against plain torch, its early stopping, and its options."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAST
+
+from fedlens.config import compose
+from fedlens.data.batches import batch_indices
+from fedlens.errors import UserError
+from fedlens.models import create_model
+from fedlens.optim.schedules import schedule_factor
+from fedlens.seeding import torch_rng
+from fedlens.training.setup import set_up
+
+
+def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> None:
+    options = [
+        "train.epochs=1",
+        "data.crop=0",
+        "data.flip=false",
+        "head=linear",
+        "optim.weight_decay=0.01",
+        "data.val_fraction=0.0",
+        "seed=4",
+    ]
+    run = fast_run("r", *options)
+    bench = set_up(compose([*FAST, *options]))
+    model = create_model("tiny", 10, weights="pretrained", image_size=28, seed=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
+    order = batch_indices(6000, 20, 300, torch_rng(4, "batches", 0, 0))
+    assert sorted(order.flatten().tolist()) == list(range(6000))
+    for step, index in enumerate(order):
+        images = (bench.dataset.train.images[index].float() / 255 - 0.2860) / 0.3530
+        loss = F.cross_entropy(model(images), bench.dataset.train.labels[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = bench.config.optim.lr * schedule_factor("cosine", step / 20)
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(run.state[name], tensor, atol=1e-6), name
+
+
+def test_fine_tuning_beats_the_ridge_head_that_it_starts_from(fast_run: Callable[..., Any]) -> None:
+    run = fast_run("r", "train.epochs=3", "optim.batch_size=100")
+    assert run.summary["val_accuracy"] > run.summary["ridge"]["val_accuracy"]
+    assert run.summary["test_accuracy"] > 0.8
+
+
+def test_patience_stops_and_the_best_epoch_meets_the_test_set(fast_run: Callable[..., Any]) -> None:
+    run = fast_run("r", "train.epochs=8", "train.patience=1", "optim.lr=0.5", "optim.schedule=constant")  # too high: it gets worse
+    assert run.summary["epochs"] < 8
+    best = max(run.metrics, key=lambda m: m["val_accuracy"])
+    assert run.summary["best_epoch"] == best["epoch"]
+    assert run.summary["val_accuracy"] == best["val_accuracy"]
+
+
+def test_a_frozen_backbone_and_a_frozen_head_stay_as_they_were(fast_run: Callable[..., Any]) -> None:
+    start = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    probe = fast_run("probe", "model.freeze_backbone=true", "head=linear", "train.epochs=1").state
+    assert all(torch.equal(probe[n], start[n]) for n in start if not n.startswith("head."))
+    assert not torch.equal(probe["head.weight"], start["head.weight"])
+    tuned = fast_run("tuned", "model.freeze_head=true", "head=linear", "train.epochs=1").state
+    assert torch.equal(tuned["head.weight"], start["head.weight"])
+    assert not torch.equal(tuned["norm.weight"], start["norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "optim.clip_norm=0.001",
+        "optim.nesterov=true",
+        "optim.schedule=step",
+        "optim.warmup=0.5",
+        "train.label_smoothing=0.3",
+        "data.randaugment=2",
+        "model.dropout=0.5",
+        "seed=1",
+        "train.precision=bf16",
+    ],
+)
+def test_every_option_reaches_the_training(fast_run: Callable[..., Any], option: str) -> None:
+    plain, changed = (fast_run(name, "train.epochs=1", "data.val_fraction=0.5", *extra) for name, extra in (("a", []), ("b", [option])))
+    assert not torch.equal(plain.state["norm.weight"], changed.state["norm.weight"])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_no_such_state(fast_run: Callable[..., Any], tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        fast_run("r", "optim.lr=1e9", "train.epochs=1", "optim.batch_size=50", "run.checkpoint_minutes=0")
+    for file in (tmp_path / "r" / "checkpoints").rglob("*.safetensors"):
+        from safetensors.torch import load_file
+
+        assert all(torch.isfinite(t).all() for t in load_file(file).values())
+    assert not (tmp_path / "r" / "summary.json").exists()
+    assert "ERROR" in (tmp_path / "r" / "log.txt").read_text()
+
+
+def test_two_seeds_differ_and_equal_seeds_agree(fast_run: Callable[..., Any]) -> None:
+    a, b, c = (fast_run(n, "train.epochs=1", f"seed={s}").state["norm.weight"] for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)

@@ -1,0 +1,113 @@
+"""The command line as people use it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FAST
+
+import fedlens as fl
+from fedlens.cli import main, parser
+
+
+def commands() -> list[list[str]]:
+    return [["demo"], ["run"], ["resume"], ["data"], ["data", "prepare"], ["data", "inspect"], ["doctor"]]
+
+
+@pytest.mark.parametrize("command", [[], *commands()], ids=" ".join)
+def test_every_command_has_help_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert re.search(r"example: fedlens " + " ".join(command), capsys.readouterr().out)
+
+
+def test_the_list_of_commands_above_is_complete() -> None:
+    (sub,) = (a for a in parser()._actions if hasattr(a, "choices") and isinstance(a.choices, dict))
+    assert set(sub.choices) == {c[0] for c in commands()}  # type: ignore[arg-type]
+
+
+def test_run_prints_the_folder_that_load_run_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *FAST, "train.epochs=1", "seed=3"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path.parent == Path("runs")
+    assert fl.load_run(path).config.seed == 3
+    assert {p.name for p in tmp_path.iterdir()} == {"runs"}  # Hydra wrote nothing and stayed here
+
+
+def test_a_sweep_makes_one_run_a_value(tmp_path: Path) -> None:
+    code = f"import torch; torch.set_num_threads(1); from fedlens.cli import main; raise SystemExit(main({['run', '-m', 'seed=1,2', *FAST, 'train.epochs=1']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = [fl.load_run(tmp_path / line) for line in done.stdout.split() if line.startswith("runs/centralized")]
+    assert sorted(r.config.seed for r in runs) == [1, 2]
+
+
+def test_a_sweep_with_an_unknown_key_is_refused_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-m", "sede=1,2"]) == 2
+    assert "did you mean 'seed'" in capsys.readouterr().err
+
+
+def test_print_config_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "model=dino_vits16", "data=cifar100", "optim.lr=1e-4", "seed=3", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert "name: dino_vits16" in out
+    assert "name: cifar100" in out
+    assert "lr: 0.0001" in out
+
+
+def test_doctor_tells_what_is_missing_and_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "fedlens data prepare cifar100" in out
+    assert "dino_deitsmall16_pretrain.pth" in out
+    assert "6,000 + 1,000 images" in out
+
+
+def test_inspect_prints_statistics_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.png"
+    assert main(["data", "inspect", "data.partition=classes", "data.classes_per_client=2", "federated.clients=20", "--out", str(out)]) == 0
+    assert "classes_max" in capsys.readouterr().out
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_importing_fedlens_loads_no_torch() -> None:
+    code = "import sys, fedlens; assert 'torch' not in sys.modules; assert {'run', 'partition'} <= set(dir(fedlens)); fedlens.partition"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_resolves() -> None:
+    for name in fl.__all__:
+        assert callable(getattr(fl, name))
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium on this machine")
+def test_the_demo_page_opens_in_chromium_without_a_console_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.study import demo as module
+
+    monkeypatch.setattr(module, "run", lambda overrides: fl.run([*FAST, *overrides]))
+    page = module.demo(tmp_path / "demo")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    done = subprocess.run(
+        [
+            "chromium",
+            *flags.split(),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+            "--v=0",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count("<svg") == 2
+    assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"|<metadata>.*?</metadata>', "", page.read_text(), flags=re.S)

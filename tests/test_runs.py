@@ -1,0 +1,261 @@
+"""The run folder: atomic, exact on resume, honest about damage."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST
+
+import fedlens as fl
+from fedlens.errors import UserError
+from fedlens.runs import store
+from fedlens.runs.store import RunFolder, read_metrics
+
+
+def folder(path: Path, **kw: int) -> RunFolder:
+    return RunFolder.create(path, "a: 1\n", {}, **kw)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    with folder(tmp_path / "r") as run:
+        tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, dtype=torch.bfloat16)}
+        run.save_checkpoint(7, tensors, {"x": 0.1})
+        found = run.latest_checkpoint()
+        assert found is not None
+        assert found.step == 7
+        assert found.state["x"] == 0.1
+        assert all(torch.equal(found.tensors[n], t) for n, t in tensors.items())
+
+
+def test_the_last_and_the_best_are_kept_and_of_equals_the_earlier(tmp_path: Path) -> None:
+    with folder(tmp_path / "r", keep_last=2, keep_best=1) as run:
+        for step, score in enumerate([0.1, 0.9, 0.9, 0.3, 0.4, 0.2]):
+            run.save_checkpoint(step, {"a": torch.zeros(1)}, {"score": score})
+        assert run._steps() == [1, 4, 5]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "empty", "no_state", "garbage_state"])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with folder(tmp_path / "r") as run:
+        for step in (1, 2):
+            run.save_checkpoint(step, {"a": torch.full((100,), float(step))}, {})
+        file = run.checkpoints / "step-000000002" / ("state.json" if "state" in harm else "tensors.safetensors")
+        data = bytearray(file.read_bytes())
+        if harm == "truncate":
+            file.write_bytes(data[: len(data) // 2])
+        elif harm == "flip":
+            data[-5] ^= 1
+            file.write_bytes(data)
+        elif harm == "no_state":
+            file.unlink()
+        else:
+            file.write_bytes(b"" if harm == "empty" else b"{")
+        store.log.propagate = True
+        found = run.latest_checkpoint()
+        assert found is not None
+        assert found.step == 1
+        assert "step 2 is damaged" in caplog.text
+
+
+def test_a_checkpoint_whose_best_is_damaged_is_passed_over_too(tmp_path: Path) -> None:
+    with folder(tmp_path / "r", keep_last=3) as run:
+        run.save_checkpoint(1, {"a": torch.zeros(1)}, {"score": 0.1, "best_step": 1})
+        run.save_checkpoint(2, {"a": torch.zeros(1)}, {"score": 0.9, "best_step": 2})
+        run.save_checkpoint(3, {"a": torch.zeros(1)}, {"score": 0.5, "best_step": 2})
+        (run.checkpoints / "step-000000002" / "tensors.safetensors").write_bytes(b"")
+        found = run.latest_checkpoint()
+        assert found is not None
+        assert found.step == 1
+
+
+def test_metrics_after_the_checkpoint_are_dropped_with_a_torn_last_line(tmp_path: Path) -> None:
+    with folder(tmp_path / "r") as run:
+        for step in (1, 2, 3):
+            run.append_metrics({"step": step})
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "lo')
+        assert [m["step"] for m in read_metrics(run.path)] == [1, 2, 3]
+        run.rewind_metrics(2)
+        assert [m["step"] for m in read_metrics(run.path)] == [1, 2]
+
+
+def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
+    with folder(tmp_path / "r"), pytest.raises(UserError, match="in use"):
+        RunFolder.open(tmp_path / "r")
+    RunFolder.open(tmp_path / "r").close()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with folder(tmp_path / "r") as run:
+        run.save_checkpoint(1, {"a": torch.zeros(1)}, {})
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(store, "save_file", full)
+        with pytest.raises(UserError, match="no space left on device; what was saved before is intact"):
+            run.save_checkpoint(2, {"a": torch.zeros(1)}, {})
+        assert [p.name for p in run.checkpoints.iterdir()] == ["step-000000001"]
+        found = run.latest_checkpoint()
+        assert found is not None
+        assert found.step == 1
+
+
+def test_log_lines_are_timestamp_level_message(fast_run: Callable[..., Any]) -> None:
+    run = fast_run("r", "train.epochs=1")
+    lines = (run.path / "log.txt").read_text().splitlines()
+    assert lines
+    for line in lines:
+        stamp, level, message = line.split(" | ", 2)
+        assert time.strptime(stamp.split(",")[0], "%Y-%m-%d %H:%M:%S")
+        assert level == "INFO"
+        assert message
+
+
+def test_the_saved_configuration_reproduces_the_run(fast_run: Callable[..., Any], tmp_path: Path) -> None:
+    from fedlens.config import from_file, identity
+    from fedlens.training.execute import execute
+
+    first = fast_run("first", "seed=5", "optim.lr=0.003", "train.epochs=1")
+    config = from_file(first.path / "config.yaml", [f"run.dir={tmp_path / 'second'}"])
+    second = execute(config)
+    assert identity(first.config) == identity(second.config)
+    assert same(first.state, second.state)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def without_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def start(path: Path, overrides: list[str], go_on: bool) -> "subprocess.Popen[bytes]":
+    """A run in a process of its own, single-threaded as the tests are."""
+    code = (
+        "import sys, torch; torch.set_num_threads(1); from fedlens.cli import main; "
+        f"sys.exit(main({['resume', str(path)] if go_on else ['run', *overrides, f'run.dir={path}']!r}))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def killed_and_resumed(path: Path, overrides: list[str], kills: int, seed: int, longest: float) -> int:
+    """SIGKILL after a random time, again and again; returns how many kills met a living process."""
+    rng, met = random.Random(seed), 0
+    while True:
+        process = start(path, overrides, go_on=(path / "config.yaml").exists())
+        try:
+            assert process.wait(None if met >= kills else rng.uniform(0.3, longest)) == 0
+            return met
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            met += 1
+
+
+def test_killed_twenty_times_and_resumed_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    overrides = [
+        *FAST,
+        "train.epochs=3",
+        "optim.batch_size=200",
+        "model.dropout=0.1",
+        "run.checkpoint_minutes=0",
+        "train.label_smoothing=0.1",
+    ]
+    assert start(tmp_path / "whole", overrides, go_on=False).wait() == 0
+    whole = fl.load_run(tmp_path / "whole")
+    longest = 3.0 + whole.summary["seconds"] / 12  # starting up takes about two seconds of it
+    met = killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=1, longest=longest)
+    torn = fl.load_run(tmp_path / "torn")
+    assert met == 20
+    assert same(whole.state, torn.state)
+    assert without_time(whole.metrics) == without_time(torn.metrics)
+    timed = ("seconds", "images_per_second")
+    assert {k: v for k, v in whole.summary.items() if k not in timed} == {k: v for k, v in torn.summary.items() if k not in timed}
+
+
+def test_a_run_whose_newest_checkpoint_is_torn_still_ends_with_the_same_bits(fast_run: Callable[..., Any], tmp_path: Path) -> None:
+    whole = fast_run("whole", "train.epochs=3", "run.keep_last=3")
+    torn = fast_run("torn", "train.epochs=3", "run.keep_last=3")
+    (torn.path / "summary.json").unlink()
+    newest = sorted((torn.path / "checkpoints").iterdir())[-1] / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert same(fl.load_run(torn.path).resume().state, whole.state)
+    assert "damaged" in (torn.path / "log.txt").read_text()
+
+
+def test_nothing_but_the_test_figures_depends_on_the_test_labels(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.training import setup
+
+    honest = fast_run("honest")
+    real = setup.load_dataset
+
+    def shuffled(*args: Any, **kw: Any) -> Any:
+        data = real(*args, **kw)
+        data.test.labels = data.test.labels[torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0))]
+        return data
+
+    monkeypatch.setattr(setup, "load_dataset", shuffled)
+    blind = fast_run("blind")
+    assert blind.summary["test_accuracy"] < 0.2 < honest.summary["test_accuracy"]
+    assert same(honest.state, blind.state)
+    assert without_time(honest.metrics) == without_time(blind.metrics)
+    for a, b in zip(*(sorted((r.path / "checkpoints").rglob("tensors.safetensors")) for r in (honest, blind)), strict=True):
+        assert a.read_bytes() == b.read_bytes()
+    assert honest.summary["ridge"] == blind.summary["ridge"]
+    assert honest.summary["best_epoch"] == blind.summary["best_epoch"]
+
+
+def test_a_finished_run_reads_as_an_object(fast_run: Callable[..., Any]) -> None:
+    run = fast_run("r", "train.epochs=1")
+    assert run.finished
+    assert {"test_accuracy", "val_accuracy", "seconds"} <= run.summary.keys()
+    assert run.metrics[0]["epoch"] == 1
+    assert run.state["head.weight"].shape == (10, 128)
+    assert run.config.train.epochs == 1
+    assert run.resume() is run
+    assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__
+
+
+def test_if_exists_resume_goes_on_and_another_configuration_is_refused(fast_run: Callable[..., Any]) -> None:
+    first = fast_run("r", "train.epochs=1")
+    again = fast_run("r", "train.epochs=1", "run.if_exists=resume")
+    assert again.summary == first.summary
+    with pytest.raises(UserError, match="another configuration"):
+        fast_run("r", "train.epochs=2", "run.if_exists=resume")
+    with pytest.raises(UserError, match="already holds a run"):
+        fast_run("r", "train.epochs=1")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+def test_trackers_get_every_metric_of_the_run(fast_run: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip({"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}[name])
+    run = fast_run("r", f"run.trackers=[{name}]")
+    want = [m["val_accuracy"] for m in run.metrics]
+    if name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(run.path / "tensorboard"))
+        events.Reload()
+        assert [e.value for e in events.Scalars("val_accuracy")] == pytest.approx(want)
+    elif name == "mlflow":
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=(run.path / "mlruns").resolve().as_uri())
+        history = client.get_metric_history((run.path / "mlflow-id.txt").read_text(), "val_accuracy")
+        assert [h.value for h in history] == pytest.approx(want)
+    else:
+        assert list((run.path / "wandb").glob("offline-run-*/run-*.wandb"))
