@@ -33,8 +33,8 @@ def compare(weights: Path | None, device: str) -> dict[str, object]:
     worst = max(float((p.grad - mine[n].grad).norm() / p.grad.norm()) for n, p in theirs.named_parameters() if p.grad is not None)
     return {
         "images": list(images.shape),
-        "max_abs_difference": float((a - b).abs().max()),
-        "feature_scale": float(a.abs().max()),
+        "max_abs_difference": float((a - b).detach().abs().max()),
+        "feature_scale": float(a.detach().abs().max()),
         "worst_relative_gradient_difference": worst,
         "weights": weights.name if weights else "random",
         "timm": timm.__version__,

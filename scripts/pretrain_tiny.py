@@ -288,8 +288,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(student.parameters(), CLIP)
         optimizer.step()
         with torch.no_grad():
-            for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
-                slow.lerp_(fast, 1 - momentum)
+            torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
             centre.lerp_(scores, 1 - CENTRE_MOMENTUM)
 
         done = step + 1
