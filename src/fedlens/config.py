@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.lens.merging import RULES
 from fedlens.optim.schedules import SCHEDULES
 
 
@@ -78,7 +79,32 @@ class TrainConfig:
 
 @dataclass
 class FederatedConfig:
-    clients: int = 100
+    clients: int = 100  # K
+    participation: float = 0.1  # C, the fraction that a round samples
+    local_steps: int = 4  # J
+    rounds: int = 60
+    algorithm: str = "fedavg"  # fedavg | fedprox | scaffold | fednova
+    engine: str = "auto"  # auto | sequential | cohort
+    chunk: int | None = None  # clients at once in the cohort engine; null: as many as fit
+    mu: float = 0.01  # FedProx's pull towards the global model
+    eval_every: int = 5  # rounds
+    target_accuracy: float | None = None  # stop when validation reaches it
+    dropout_rate: float = 0.0  # of sampled clients that never answer
+    straggler_rate: float = 0.0  # of clients that do fewer steps
+    client_metrics: bool = False  # loss and update norm of every client in every round
+
+
+@dataclass
+class ServerConfig:
+    optimizer: str = "sgd"  # sgd | momentum | adam | yogi | adagrad
+    lr: float = 1.0  # α: the task-arithmetic coefficient
+    momentum: float = 0.9  # of FedAvgM
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3  # adaptivity of FedAdam, FedYogi, FedAdagrad
+    merge: str = "mean"  # mean | median | trimmed_mean | clipped_mean
+    trim: float = 0.1  # of trimmed_mean
+    clip_norm: float | None = None  # of clipped_mean; null: the cohort's median norm
 
 
 @dataclass
@@ -103,6 +129,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -147,6 +174,26 @@ CHECKS: list[Check] = [
     ("train.precision", *_one_of("auto", "fp32", "bf16", "fp16")),
     ("train.eval_batch_size", lambda v: v >= 1, ">= 1"),
     ("federated.clients", lambda v: v >= 1, ">= 1"),
+    ("federated.participation", lambda v: 0 < v <= 1, "0 < participation <= 1"),
+    ("federated.local_steps", lambda v: v >= 1, ">= 1"),
+    ("federated.rounds", lambda v: v >= 1, ">= 1"),
+    ("federated.algorithm", *_one_of("fedavg", "fedprox", "scaffold", "fednova")),
+    ("federated.engine", *_one_of("auto", "sequential", "cohort")),
+    ("federated.chunk", lambda v: v is None or v >= 1, ">= 1 or null"),
+    ("federated.mu", lambda v: 0 <= v < float("inf"), ">= 0"),
+    ("federated.eval_every", lambda v: v >= 1, ">= 1"),
+    ("federated.target_accuracy", lambda v: v is None or 0 < v <= 1, "0 < target_accuracy <= 1 or null"),
+    ("federated.dropout_rate", lambda v: 0 <= v < 1, "0 <= dropout_rate < 1"),
+    ("federated.straggler_rate", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("server.optimizer", *_one_of("sgd", "momentum", "adam", "yogi", "adagrad")),
+    ("server.lr", lambda v: 0 <= v < float("inf"), ">= 0"),
+    ("server.momentum", lambda v: 0 <= v < 1, "0 <= momentum < 1"),
+    ("server.beta1", lambda v: 0 <= v < 1, "0 <= beta1 < 1"),
+    ("server.beta2", lambda v: 0 <= v < 1, "0 <= beta2 < 1"),
+    ("server.tau", lambda v: v > 0, "> 0"),
+    ("server.merge", lambda v: v in RULES, " | ".join(RULES)),
+    ("server.trim", lambda v: 0 <= v < 0.5, "0 <= trim < 0.5"),
+    ("server.clip_norm", lambda v: v is None or v > 0, "> 0 or null"),
     ("run.if_exists", *_one_of("error", "resume")),
     ("run.keep_last", lambda v: v >= 1, ">= 1"),
     ("run.keep_best", lambda v: v >= 1, ">= 1"),

@@ -6,6 +6,7 @@ is drawn on the CPU from a keyed generator and moved, so a batch is the same on 
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -61,12 +62,27 @@ class Draws:
     affine: Tensor | None = None  # [..., 2, 3] for RandAugment-lite
     color: Tensor | None = None  # [..., 3] factors for brightness, contrast, saturation
 
-    def __getitem__(self, i: int | slice) -> "Draws":
-        return Draws(*(None if t is None else t[i] for t in (self.shift, self.flip, self.affine, self.color)))  # type: ignore[arg-type]
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
+        affine = None if self.affine is None else change(self.affine)
+        color = None if self.color is None else change(self.color)
+        return Draws(change(self.shift), change(self.flip), affine, color)
+
+    def __getitem__(self, where: int | slice | tuple[int | slice, ...]) -> "Draws":
+        return self._each(lambda t: t[where])
 
     def to(self, device: torch.device) -> "Draws":
-        moved = (None if t is None else t.to(device, non_blocking=True) for t in (self.shift, self.flip, self.affine, self.color))
-        return Draws(*moved)  # type: ignore[arg-type]
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    @classmethod
+    def stack(cls, parts: Sequence["Draws"]) -> "Draws":
+        affine = [p.affine for p in parts if p.affine is not None]
+        color = [p.color for p in parts if p.color is not None]
+        return cls(
+            torch.stack([p.shift for p in parts]),
+            torch.stack([p.flip for p in parts]),
+            torch.stack(affine) if affine else None,
+            torch.stack(color) if color else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from fedlens.data.batches import Draws, ImageBank, batch_indices
 from fedlens.errors import UserError
-from fedlens.optim.schedules import schedule_factor
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import RunFolder
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
-from fedlens.training.setup import Bench
+from fedlens.training.setup import Bench, learning_rate
 
 log = logging.getLogger("fedlens")
 FINITE_CHECK = 50  # steps between looks at the loss: each look waits for the device
@@ -80,7 +79,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             if order is None or draws is None or within == 0:
                 order = batch_indices(len(bench.train), steps_per_epoch, cfg.optim.batch_size, torch_rng(cfg.seed, "batches", epoch, 0))
                 draws = bench.augment.draw(tuple(order.shape), torch_rng(cfg.seed, "augment", epoch, 0))
-            rate = learning_rate(bench, step / total, 1 / total)
+            rate = learning_rate(cfg.optim, step / total, 1 / total)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
@@ -159,13 +158,6 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     trackers.finish(summary)
     log.info("test accuracy %.2f %% (best epoch %d, %.0f s)", 100 * test_accuracy, summary["best_epoch"], elapsed)
     return summary
-
-
-def learning_rate(bench: Bench, progress: float, tick: float) -> float:
-    o = bench.config.optim
-    return o.lr * schedule_factor(
-        o.schedule, progress, tick=tick, warmup=o.warmup, final=o.final, decay=o.decay, milestones=tuple(o.milestones)
-    )
 
 
 def training_batch(bench: Bench, bank: ImageBank, index: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from fedlens.config import Config, compose, from_file, identity, to_yaml
+from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError
 from fedlens.runs.store import RunFolder, read_metrics, read_model
 from fedlens.runs.trackers import Trackers
-from fedlens.training import centralized
+from fedlens.training import centralized, federated
 from fedlens.training.setup import environment, set_up
 
 log = logging.getLogger("fedlens")
@@ -70,28 +73,45 @@ def default_folder(config: Config) -> Path:
 
 
 def execute(config: Config, *, go_on: bool = False) -> Run:
-    """Set up, open the run folder, train. The folder appears only when the input has proved sound."""
+    """Set up, open the run folder, train. The folder appears only when the input has proved sound.
+
+    Under torchrun every process comes here; the first one has the folder.
+    """
     path = Path(config.run.dir) if config.run.dir else default_folder(config)
-    if not go_on and config.run.if_exists == "resume" and (path / "config.yaml").is_file():
-        saved = from_file(path / "config.yaml")
-        if identity(saved) != identity(config):
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first and not go_on and (path / "config.yaml").is_file():
+        if config.run.if_exists == "error":
+            raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
+        if identity(from_file(path / "config.yaml")) != identity(config):
             raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder")
         go_on = True
     if go_on and (path / "summary.json").is_file():
         return Run(path)
-    if not go_on and (path / "config.yaml").is_file():
-        raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-    keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
+    is_federated = config.experiment.startswith("fed")
+    if not is_federated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"experiment: {config.experiment} is one process; torchrun is for the federated ones")
     bench = set_up(config)
-    folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
-    with folder:
-        trackers = Trackers(config.run.trackers, path, asdict(config))
-        log.info("run %s", path)
+    shards = federated.make_shards(bench) if is_federated else []
+    keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
+    with ExitStack() as stack:
+        folder = None
+        if first:
+            folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
+            stack.enter_context(folder)
+            log.info("run %s", path)
+        trackers = Trackers(config.run.trackers if first else [], path, asdict(config))
+        ranks = Ranks.start(bench.device)
+        stack.callback(ranks.stop)
         try:
-            centralized.train(bench, folder, trackers)
+            if is_federated:
+                federated.train(bench, shards, folder, trackers, ranks)
+            else:
+                assert folder is not None
+                centralized.train(bench, folder, trackers)
         except UserError as error:
             log.error("%s", error)
             raise
+        ranks.wait()
     return Run(path)
 
 

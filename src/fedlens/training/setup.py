@@ -1,28 +1,35 @@
 """What both training loops need before their first step: device, precision, data on the device, model, evaluation."""
 
 import logging
+import os
 import platform
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedlens.config import Config
+from fedlens.config import Config, OptimConfig
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import Dataset, load_dataset
 from fedlens.errors import UserError
 from fedlens.models import create_model
 from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
+from fedlens.optim.schedules import schedule_factor
+from fedlens.precision import Precision
 
 log = logging.getLogger("fedlens")
 
 
 def pick_device(name: str) -> torch.device:
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"  # under torchrun each process has its own
+        torch.cuda.set_device(name)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device: {name!r} given, but torch sees no CUDA device; allowed here is auto | cpu")
     if name == "mps" and not torch.backends.mps.is_available():
@@ -34,33 +41,6 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         raise UserError(f"device: {name!r} given, but there are {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-@dataclass(frozen=True)
-class Precision:
-    """bf16 where the GPU has it, fp16 with loss scaling on older ones (T4), fp32 on the CPU."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def choose(cls, device: torch.device, name: str) -> "Precision":
-        if name == "auto":
-            if device.type != "cuda":
-                name = "fp32"
-            else:
-                name = "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-        if name == "fp16" and device.type != "cuda":
-            raise UserError("train.precision: fp16 needs a GPU; allowed here is auto | fp32 | bf16")
-        return cls(device, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
-
-    def autocast(self) -> AbstractContextManager[object]:
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
 
 @dataclass
@@ -113,17 +93,22 @@ class Bench:
         """Step 0: the closed-form head on the pretrained features; lambda and temperature from validation."""
         A, b = ridge_statistics(self.features(self.train), self.train.labels, self.dataset.num_classes)
         choice = choose_ridge(A, b, self.features(self.val), self.val.labels)
+        self.set_head(choice)
+        return choice
+
+    def set_head(self, choice: RidgeChoice) -> None:
         head: nn.Linear = self.model.head  # type: ignore[assignment]
         with torch.no_grad():
             head.weight.copy_(choice.weight)
             head.bias.copy_(choice.bias)
-        log.info(
-            "ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%",
-            choice.lam,
-            choice.temperature,
-            100 * choice.val_accuracy,
-        )
-        return choice
+        told = (choice.lam, choice.temperature, 100 * choice.val_accuracy)
+        log.info("ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", *told)
+
+
+def learning_rate(o: OptimConfig, progress: float, tick: float) -> float:
+    """The rate at this progress through the run; `tick` is the progress of one step or round."""
+    factor = schedule_factor(o.schedule, progress, tick=tick, warmup=o.warmup, final=o.final, decay=o.decay, milestones=tuple(o.milestones))
+    return o.lr * factor
 
 
 def set_up(config: Config) -> Bench:

@@ -1,0 +1,114 @@
+"""A round's work, drawn before any engine sees it: who takes part, which batches, how augmented, how many steps.
+
+Everything is keyed by (seed, purpose, round, client): the same in every engine, in any order of clients, after any interruption.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlens.data.batches import Augment, Draws, batch_indices
+from fedlens.data.partition import Index
+from fedlens.optim.sgd import LocalRule
+from fedlens.seeding import numpy_rng, torch_rng
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a cohort does in a round; all tensors lead with the client axis."""
+
+    clients: tuple[int, ...]  # ascending
+    index: Tensor  # [clients, steps, batch] positions in the training set
+    draws: Draws  # [clients, steps, batch]
+    steps: Tensor  # [clients] local steps, fewer for stragglers
+    samples: Tensor  # [clients] n_k
+    keep: Tensor | None = None  # [clients, steps, batch, features] dropout masks
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def part(self, where: slice) -> "Work":
+        keep = None if self.keep is None else self.keep[where]
+        return Work(self.clients[where], self.index[where], self.draws[where], self.steps[where], self.samples[where], keep)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What comes back from one client."""
+
+    client: int
+    samples: int
+    steps: int
+    delta: Tensor  # [P]
+    loss: Tensor  # mean training loss over its steps
+
+
+class Engine(Protocol):
+    """How a cohort's local steps are executed: server state and work in, updates out, in client order."""
+
+    name: str
+
+    def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: "Offsets | None" = None) -> Iterator[Update]: ...
+
+
+class Offsets(Protocol):
+    """Control variates: the vector that a client adds to each gradient."""
+
+    def __call__(self, client: int) -> Tensor: ...
+
+
+def sample_cohort(seed: int, round_: int, clients: int, participation: float) -> list[int]:
+    """A fraction of the clients without replacement, ascending; at least one."""
+    count = max(1, round(participation * clients))
+    return sorted(int(c) for c in numpy_rng(seed, "cohort", round_).choice(clients, size=count, replace=False))
+
+
+def survives(seed: int, round_: int, client: int, dropout_rate: float) -> bool:
+    """Whether a sampled client answers in this round."""
+    return dropout_rate == 0 or numpy_rng(seed, "client-dropout", round_, client).random() >= dropout_rate
+
+
+def local_steps(seed: int, round_: int, client: int, steps: int, straggler_rate: float) -> int:
+    """J, or for a straggler a uniform number of steps below it."""
+    if straggler_rate == 0 or steps == 1:
+        return steps
+    rng = numpy_rng(seed, "straggler", round_, client)
+    return int(rng.integers(1, steps)) if rng.random() < straggler_rate else steps
+
+
+def plan_round(
+    seed: int,
+    round_: int,
+    cohort: Sequence[int],
+    shards: Sequence[Index],
+    *,
+    steps: int,
+    batch: int,
+    augment: Augment,
+    straggler_rate: float = 0.0,
+    dropout: float = 0.0,
+    features: int = 0,
+) -> Work:
+    """The batches and augmentation of every client that takes part."""
+    index, draws, keep, counts, samples = [], [], [], [], []
+    for client in cohort:
+        shard = torch.from_numpy(np.ascontiguousarray(shards[client]))
+        index.append(shard[batch_indices(len(shard), steps, batch, torch_rng(seed, "batches", round_, client))])
+        draws.append(augment.draw((steps, batch), torch_rng(seed, "augment", round_, client)))
+        if dropout:
+            rng = torch_rng(seed, "dropout", round_, client)
+            keep.append((torch.rand(steps, batch, features, generator=rng) >= dropout).float() / (1 - dropout))
+        counts.append(local_steps(seed, round_, client, steps, straggler_rate))
+        samples.append(len(shard))
+    return Work(
+        tuple(cohort),
+        torch.stack(index),
+        Draws.stack(draws),
+        torch.tensor(counts),
+        torch.tensor(samples),
+        torch.stack(keep) if keep else None,
+    )

@@ -1,0 +1,49 @@
+"""A round's task vectors as running sums: the mean update and the geometry of client drift, whatever the cohort's size."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RoundSums:
+    """Sums over the clients of a round, added in client order."""
+
+    total: Tensor | None = None  # Σ w_k Δ_k
+    directions: Tensor | None = None  # Σ Δ_k / ‖Δ_k‖
+    weight: float = 0.0  # Σ w_k
+    weighted_norms: float = 0.0  # Σ w_k ‖Δ_k‖
+    norms: float = 0.0  # Σ ‖Δ_k‖
+    loss: float = 0.0  # Σ w_k · training loss
+    count: int = 0
+
+    def add(self, delta: Tensor, norm: float, weight: float, loss: float) -> None:
+        if self.total is None or self.directions is None:
+            self.total, self.directions = torch.zeros_like(delta), torch.zeros_like(delta)
+        self.total.add_(delta, alpha=weight)
+        self.directions.add_(delta, alpha=1 / max(norm, 1e-30))
+        self.weight += weight
+        self.weighted_norms += weight * norm
+        self.norms += norm
+        self.loss += weight * loss
+        self.count += 1
+
+    def mean(self) -> Tensor:
+        assert self.total is not None
+        return self.total / self.weight
+
+    def metrics(self) -> dict[str, float]:
+        """train_loss; client_norm, the mean ‖Δ_k‖; drift_ratio ‖mean Δ‖ / mean ‖Δ‖ (1: all agree); mean pairwise cosine."""
+        if self.total is None or self.directions is None:
+            return {}
+        # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
+        pairs = self.count * (self.count - 1)
+        cosine = (float(self.directions.double().square().sum()) - self.count) / pairs if pairs else 1.0
+        apart = self.weighted_norms or 1.0
+        return {
+            "train_loss": self.loss / self.weight,
+            "client_norm": self.norms / self.count,
+            "drift_ratio": float(torch.linalg.vector_norm(self.total)) / apart if self.weighted_norms else 1.0,
+            "cosine": cosine,
+        }

@@ -1,0 +1,62 @@
+"""SGD with momentum on flat vectors: torch.optim.SGD's arithmetic for one model [P] or a whole cohort [clients, P]."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LocalRule:
+    """What a client does to its parameters at every local step of a round.
+
+    `prox` is FedProx's μ; control variates (SCAFFOLD) come to the step as an offset on the gradient.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    prox: float = 0.0
+    label_smoothing: float = 0.0
+
+
+def sgd_step(
+    theta: Tensor,
+    grad: Tensor,
+    velocity: Tensor,
+    lr: Tensor | float,
+    rule: LocalRule,
+    first: bool,
+    anchor: Tensor | None = None,
+    offset: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step, (theta, velocity) after it. All are [..., P]; `active` [..., 1] is 0 for a client that has stopped.
+
+    Order: the loss gradient (FedProx's pull is part of the loss), clipped to `clip_norm` per client, then the control
+    offset, then weight decay and momentum as in torch. The first momentum step has no dampening, as in torch.
+    """
+    if rule.prox and anchor is not None:
+        grad = grad + rule.prox * (theta - anchor)
+    if rule.clip_norm is not None:
+        norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
+        grad = grad * (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    if offset is not None:
+        grad = grad + offset
+    if rule.weight_decay:
+        grad = grad + rule.weight_decay * theta
+    if rule.momentum:
+        velocity = grad if first else rule.momentum * velocity + (1 - rule.dampening) * grad
+        grad = grad + rule.momentum * velocity if rule.nesterov else velocity
+    step = lr * grad
+    return theta - (step if active is None else step * active), velocity
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """How far `steps` steps of a constant unit gradient go, in units of lr: FedNova's ‖a‖₁ (Wang et al. 2020)."""
+    if momentum == 0:
+        return float(steps)
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

@@ -1,0 +1,275 @@
+"""Federated fine-tuning: the loop of McMahan et al. (2017), top to bottom.
+
+    a round:  sample a cohort;  Θ ← θ;  J local steps each;  Δ_k = Θ_k − θ;  d = merge(Δ);  θ ← server_step(θ, d)
+
+How the local steps are executed is the engine's affair, what an algorithm changes is in algorithms.py, how updates are merged
+in lens/merging.py, what the server does with the result in optim/server.py. All randomness is keyed by (seed, round, client).
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlens.data.batches import ImageBank
+from fedlens.data.partition import Index, label_counts, partition, partition_stats
+from fedlens.engine import choose_engine
+from fedlens.engine.ranks import Ranks
+from fedlens.engine.work import Update, plan_round, sample_cohort, survives
+from fedlens.errors import UserError
+from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.merging import rule as merge_rule
+from fedlens.lens.space import ParamSpace
+from fedlens.models.heads import choose_ridge, ridge_statistics
+from fedlens.optim.server import server_step
+from fedlens.runs.progress import progress_bar
+from fedlens.runs.store import RunFolder, write_json
+from fedlens.runs.trackers import Trackers
+from fedlens.training.algorithms import ALGORITHMS
+from fedlens.training.setup import Bench, learning_rate
+
+log = logging.getLogger("fedlens")
+BYTES = 4  # a number on the wire is float32
+
+
+def make_shards(bench: Bench) -> list[Index]:
+    """Who holds what. Raises before a run exists if the partition is impossible."""
+    d, cfg = bench.config.data, bench.config
+    shards = partition(
+        bench.dataset.train.labels,
+        cfg.federated.clients,
+        d.partition,
+        classes_per_client=d.classes_per_client,
+        alpha=d.alpha,
+        seed=cfg.seed,
+    )
+    if any(len(shard) == 0 for shard in shards):
+        raise UserError(
+            f"federated.clients: {len(shards)} clients for {len(bench.dataset.train)} training samples leave some without data; "
+            f"allowed is at most {len(bench.dataset.train)}"
+        )
+    return shards
+
+
+def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers: Trackers, ranks: Ranks) -> dict[str, Any]:
+    """`run` is the folder on the first rank and None on the others, which hold the same server state."""
+    cfg, fed, model, device = bench.config, bench.config.federated, bench.model, bench.device
+    started = time.monotonic()
+    space = ParamSpace.of(model)
+    engine = choose_engine(cfg, model, space, bench.train, bench.pipeline, bench.precision)
+    algorithm = ALGORITHMS[fed.algorithm](cfg)
+    merge = merge_rule(cfg.server.merge)
+    needs_rows = cfg.server.merge != "mean"  # the mean is a running sum; other rules look at all updates side by side
+
+    # --- where we are: at the start, or where the last sound checkpoint was written
+    round_, seconds, stale, ridge = 0, 0.0, 0, None
+    best: dict[str, Any] = {"score": None, "step": None}
+    server: dict[str, Tensor] = {}
+    counts = {"bytes_up": 0, "bytes_down": 0, "dropped": 0, "nonfinite": 0}
+    saved = run.latest_checkpoint() if run else None
+    state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
+    if state is not None:
+        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        server = {n.removeprefix("server."): t.to(device) for n, t in tensors.items() if n.startswith("server.")}
+        algorithm.load(tensors, device)
+        round_, seconds, stale, ridge = state["step"], state["seconds"], state["stale"], state["ridge"]
+        best, counts = {"score": state["best_score"], "step": state["best_step"]}, state["counts"]
+        log.info("resuming at round %d of %d", round_, fed.rounds)
+    elif cfg.head == "ridge":
+        ridge = federated_ridge_head(bench, shards)
+        counts["bytes_up"] += ridge["bytes_up"]
+    theta = space.read(model)  # [P]
+    if run:
+        run.rewind_metrics(round_)
+        if not (run.path / "partition.json").exists():
+            describe_partition(bench, shards, run)
+        log.info("%s, %s engine, %d clients, %s trainable parameters", fed.algorithm, engine.name, fed.clients, f"{space.size:,}")
+
+    def save(score: float | None = None) -> None:
+        if run is None:
+            return
+        state = {
+            "seconds": seconds + time.monotonic() - started,
+            "stale": stale,
+            "ridge": ridge,
+            "best_score": best["score"],
+            "best_step": best["step"],
+            "counts": counts,
+        }
+        space.write(model, theta)
+        kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}
+        run.save_checkpoint(round_, kept | algorithm.tensors(), state | ({} if score is None else {"score": score}))
+
+    last_save, reached = time.monotonic(), False
+    with progress_bar(cfg.experiment, fed.rounds, round_, cfg.run.progress and ranks.first) as bar:
+        while round_ < fed.rounds and not reached and not (cfg.train.patience is not None and stale >= cfg.train.patience):
+            began = time.monotonic()
+            lr = learning_rate(cfg.optim, round_ / fed.rounds, 1 / fed.rounds)
+
+            # --- a cohort, and what each of its clients will do
+            cohort = sample_cohort(cfg.seed, round_, fed.clients, fed.participation)
+            present = [c for c in cohort if survives(cfg.seed, round_, c, fed.dropout_rate)]
+            counts["dropped"] += len(cohort) - len(present)
+            counts["bytes_down"] += len(cohort) * algorithm.vectors_down * BYTES * space.size
+            counts["bytes_up"] += len(present) * algorithm.vectors_up * BYTES * space.size
+
+            # --- local training; each update is looked at, counted and added as it arrives
+            sums, arrived, details, nonfinite = RoundSums(), [], [], 0
+            if present:
+                work = plan_round(
+                    cfg.seed,
+                    round_,
+                    present,
+                    shards,
+                    steps=fed.local_steps,
+                    batch=cfg.optim.batch_size,
+                    augment=bench.augment,
+                    straggler_rate=fed.straggler_rate,
+                    dropout=cfg.model.dropout,
+                    features=model.head.in_features,  # type: ignore[arg-type, union-attr]
+                )
+                updates = engine.updates(theta, ranks.part(work), algorithm.rule(lr), algorithm.offsets(theta))
+                if needs_rows or fed.algorithm == "scaffold":
+                    updates = iter(ranks.all_updates([_own(u) for u in updates], space.size, len(work)))
+                for update in updates:
+                    norm, loss = float(torch.linalg.vector_norm(update.delta)), float(update.loss)
+                    if not (np.isfinite(norm) and np.isfinite(loss)):
+                        nonfinite += 1
+                        log.warning("round %d: the update of client %d is not finite and was dropped", round_ + 1, update.client)
+                        continue
+                    algorithm.received(update, lr)
+                    scale = algorithm.scale(update)
+                    delta = update.delta if scale == 1.0 else update.delta * scale
+                    sums.add(delta, norm * scale, float(update.samples), loss)
+                    arrived.append((update.samples, update.steps, delta.clone() if needs_rows else None))
+                    details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
+            algorithm.end_round()
+            if not (needs_rows or fed.algorithm == "scaffold"):
+                sums, arrived, nonfinite = ranks.all_sums(sums, space.size), ranks.joined(arrived), sum(ranks.joined([nonfinite]))
+                details = ranks.joined(details)
+            counts["nonfinite"] += nonfinite
+
+            # --- d = merge(Δ); θ ← server_step(θ, d)
+            moved = 0.0
+            if sums.count:
+                if needs_rows:
+                    rows = torch.stack([row for _, _, row in arrived if row is not None])
+                    weights = torch.tensor([float(n) for n, _, _ in arrived])
+                    d = merge(rows, weights, trim=cfg.server.trim, clip_norm=cfg.server.clip_norm)
+                else:
+                    d = sums.mean()
+                d = d * algorithm.rescale([(n, steps) for n, steps, _ in arrived])
+                before, theta = theta, server_step(theta, d, server, cfg.server)
+                moved = float(torch.linalg.vector_norm(theta - before))
+            elif present and nonfinite == len(present):
+                raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
+            round_ += 1
+
+            # --- what there is to say; validation every few rounds and at the end
+            line: dict[str, Any] = {"step": round_, "round": round_, "lr": lr, **sums.metrics(), "update_norm": moved}
+            line |= {"clients": sums.count, "nonfinite": nonfinite, **{k: counts[k] for k in ("bytes_up", "bytes_down")}}
+            if fed.client_metrics:
+                line["client_metrics"] = details
+            score = None
+            if round_ % fed.eval_every == 0 or round_ == fed.rounds:
+                best, stale, score = evaluate(bench, space, theta, line, best, stale, round_, ranks)
+                reached = fed.target_accuracy is not None and score is not None and score >= fed.target_accuracy
+            line["round_seconds"] = time.monotonic() - began
+            line["seconds"] = seconds + time.monotonic() - started
+            if run:
+                run.append_metrics(line)
+                trackers.log(line)
+            if score is not None or (round_ == fed.rounds and best["step"] == round_):
+                save(score)
+                last_save = time.monotonic()
+                shown = "" if score is None else f"validation accuracy {100 * score:.2f} %"
+                if ranks.first:
+                    log.info("round %d/%d: loss %.4f, %s", round_, fed.rounds, line.get("train_loss", float("nan")), shown)
+                bar.advance(0, shown)
+            elif time.monotonic() - last_save >= 60 * cfg.run.checkpoint_minutes:
+                save()
+                last_save = time.monotonic()
+            bar.advance()
+
+    # --- the model that validation chose meets the test set, once
+    if run is None:
+        return {}
+    chosen = run.read_checkpoint(best["step"])
+    if chosen is None:
+        raise UserError(f"run.dir: the best checkpoint (round {best['step']}) is damaged; fedlens resume {run.path} makes it again")
+    model.load_state_dict({n.removeprefix("model."): t for n, t in chosen.tensors.items() if n.startswith("model.")})
+    test_loss, test_accuracy = bench.evaluate(ImageBank(bench.dataset.test, device))
+    elapsed = seconds + time.monotonic() - started
+    summary = {
+        "test_accuracy": test_accuracy,
+        "test_loss": test_loss,
+        "val_accuracy": best["score"],
+        "seconds": elapsed,
+        "rounds": round_,
+        "best_round": best["step"],
+        **counts,
+        "engine": engine.name,
+        "ranks": ranks.world,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": space.size,
+        "precision": str(bench.precision.dtype).removeprefix("torch."),
+        "device": str(device),
+        "ridge": ridge,
+    }
+    run.finish(summary, model.state_dict())
+    trackers.finish(summary)
+    log.info("test accuracy %.2f %% (best round %d, %.0f s)", 100 * test_accuracy, best["step"], elapsed)
+    return summary
+
+
+def _own(update: Update) -> Update:
+    """An update whose vector is its own memory: an engine may use its buffers again."""
+    return Update(update.client, update.samples, update.steps, update.delta.clone(), update.loss)
+
+
+def evaluate(
+    bench: Bench, space: ParamSpace, theta: Tensor, line: dict[str, Any], best: dict[str, Any], stale: int, round_: int, ranks: Ranks
+) -> tuple[dict[str, Any], int, float | None]:
+    """Validation of θ into the line of metrics; the best so far, how long ago, and this score. Without validation the last is best."""
+    if not len(bench.val):
+        return {"score": None, "step": round_}, stale, None
+    space.write(bench.model, theta)
+    line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
+    score: float = line["val_accuracy"]
+    if best["score"] is None or score > best["score"]:
+        return {"score": score, "step": round_}, 0, score
+    return best, stale + 1, score
+
+
+def federated_ridge_head(bench: Bench, shards: Sequence[Index]) -> dict[str, Any]:
+    """Step 0: each client sends its sums, the server adds and solves; λ and temperature from validation.
+
+    The sums are additive, so this is the centralised head whatever the split. A is symmetric: a client sends its upper triangle.
+    """
+    features, classes = bench.features(bench.train), bench.dataset.num_classes
+    A = b = None
+    for shard in shards:
+        where = torch.from_numpy(np.ascontiguousarray(shard)).to(bench.device)
+        a_k, b_k = ridge_statistics(features[where], bench.train.labels[where], classes)
+        A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
+    assert A is not None and b is not None
+    choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
+    bench.set_head(choice)
+    dim = features.shape[1] + 1
+    return {
+        "lambda": choice.lam,
+        "temperature": choice.temperature,
+        "val_accuracy": choice.val_accuracy,
+        "bytes_up": len(shards) * 8 * (dim * (dim + 1) // 2 + dim * classes),
+    }
+
+
+def describe_partition(bench: Bench, shards: Sequence[Index], run: RunFolder) -> None:
+    """partition.json: statistics, and up to 100 clients' label counts for the figure."""
+    labels = bench.dataset.train.labels
+    shown = label_counts(labels, shards)[:100].tolist()
+    write_json(run.path / "partition.json", {**partition_stats(labels, shards).as_dict(), "label_counts": shown})
