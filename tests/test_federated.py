@@ -1,0 +1,507 @@
+"""Federated training: engines against each other, identities with centralised SGD, exact resume, honest counts."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAST
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runs import killed_and_resumed, same, start, without_time
+
+import fedlens as fl
+from fedlens.config import ServerConfig, compose
+from fedlens.data.partition import partition
+from fedlens.engine.cohort import Cohort
+from fedlens.engine.sequential import Sequential
+from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
+from fedlens.errors import UserError
+from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.merging import RULES
+from fedlens.lens.space import ParamSpace
+from fedlens.models import create_model
+from fedlens.optim.server import SERVER, server_step
+from fedlens.optim.sgd import LocalRule, effective_steps, sgd_step
+from fedlens.training import federated
+from fedlens.training.setup import Bench, set_up
+
+SMALL = [
+    *FAST,
+    "experiment=fedavg_noniid",
+    "data.classes_per_client=2",
+    "federated.clients=37",  # does not divide the data: clients are uneven
+    "federated.participation=0.15",
+    "federated.local_steps=3",
+    "federated.rounds=3",
+    "federated.eval_every=2",
+    "optim.batch_size=8",
+    "data.val_fraction=0.05",
+]
+UNEVEN = ["federated.dropout_rate=0.3", "federated.straggler_rate=0.6"]
+
+
+@pytest.fixture
+def fed_run(tmp_path: Path) -> Callable[..., Any]:
+    return lambda name, *overrides: fl.run([*SMALL, f"run.dir={tmp_path / name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return set_up(compose(SMALL))
+
+
+def engines(bench: Bench, **kw: Any) -> tuple[Sequential, Cohort]:
+    parts = (bench.model, ParamSpace.of(bench.model), bench.train, bench.pipeline, bench.precision)
+    return Sequential(*parts), Cohort(*parts, **kw)
+
+
+def some_work(bench: Bench, clients: int = 5, steps: int = 3, **kw: Any) -> Work:
+    shards = federated.make_shards(bench)
+    return plan_round(0, 7, list(range(3, 3 + clients)), shards, steps=steps, batch=6, augment=bench.augment, **kw)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a parameter, relative to how far it moved."""
+    moved = {n: (a[n] - start[n]).norm() for n in a}
+    return max(float((a[n] - b[n]).norm() / a[n].norm().clamp(min=float(moved[n]), max=float(a[n].norm()))) for n in a if a[n].norm() > 0)
+
+
+# --- engines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold", "fednova"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_cohort_equals_sequential(fed_run: Callable[..., Any], algorithm: str, uneven: bool) -> None:
+    options = [f"federated.algorithm={algorithm}", "federated.mu=0.5", "optim.weight_decay=0.01", *(UNEVEN if uneven else [])]
+    a, b = (fed_run(engine, f"federated.engine={engine}", *options) for engine in ("sequential", "cohort"))
+    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    begin = {n: t for n, t in begin.items() if not n.startswith("head.")}
+    assert max(float((a.state[n] - t).norm()) for n, t in begin.items()) > 1e-4  # it trained
+    assert distance({n: a.state[n] for n in begin}, {n: b.state[n] for n in begin}, begin) < 1e-5
+    assert a.summary["bytes_up"] == b.summary["bytes_up"]
+    assert (a.summary["dropped"] > 0) == uneven
+
+
+@pytest.mark.parametrize(
+    "rule", [LocalRule(0.01), LocalRule(0.01, 0.9, 0.1, False, 0.1, 0.5, 0.3, 0.1), LocalRule(0.01, 0.9, nesterov=True)]
+)
+def test_updates_of_both_engines_agree_client_by_client(bench: Bench, rule: LocalRule) -> None:
+    one, many = engines(bench)
+    theta, work = one.space.read(bench.model), some_work(bench, straggler_rate=0.7, dropout=0.2, features=128)
+    offset = torch.randn(5 + 3, one.space.size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert len(set(work.steps.tolist())) > 1
+    for a, b in zip(*([*e.updates(theta, work, rule, lambda c: offset[c])] for e in (one, many)), strict=True):
+        assert (a.client, a.samples, a.steps) == (b.client, b.samples, b.steps)
+        assert float((a.delta - b.delta).norm() / a.delta.norm()) < 1e-4
+        assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_a_cohort_in_chunks_is_the_same_cohort(bench: Bench, chunk: int) -> None:
+    whole, parts = engines(bench)[1], engines(bench, chunk=chunk)[1]
+    theta, work, rule = whole.space.read(bench.model), some_work(bench), LocalRule(0.01, 0.9)
+    for a, b in zip(whole.updates(theta, work, rule), parts.updates(theta, work, rule), strict=True):
+        assert a.client == b.client
+        assert float((a.delta - b.delta).norm() / a.delta.norm()) < 1e-5
+
+
+def test_running_out_of_memory_halves_the_chunk_and_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, real = engines(bench)[1], Cohort._train
+    theta, work, rule = engine.space.read(bench.model), some_work(bench), LocalRule(0.01)
+    want = [u.delta.clone() for u in engine.updates(theta, work, rule)]
+
+    def small_memory(self: Cohort, theta: torch.Tensor, work: Work, *rest: Any) -> Any:
+        if len(work) > 2:
+            raise torch.OutOfMemoryError
+        return real(self, theta, work, *rest)
+
+    monkeypatch.setattr(Cohort, "_train", small_memory)
+    got = [u.delta.clone() for u in engine.updates(theta, work, rule)]
+    assert engine.chunk == 2
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_order_of_clients_does_not_matter(bench: Bench, which: int) -> None:
+    engine = engines(bench)[which]
+    theta, rule, shards = engine.space.read(bench.model), LocalRule(0.01, 0.9), federated.make_shards(bench)
+    plans = [plan_round(0, 7, order, shards, steps=2, batch=6, augment=bench.augment) for order in ([1, 5, 9], [9, 1, 5])]
+    a, b = ({u.client: u.delta.clone() for u in engine.updates(theta, p, rule)} for p in plans)
+    assert all(float((a[c] - b[c]).norm() / a[c].norm()) < 1e-5 for c in a)
+
+
+def test_compiled_and_eager_cohorts_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend="aot_eager", fullgraph=True, **kw))
+    eager, compiled = engines(bench)[1], engines(bench, compile=True)[1]
+    theta, work, rule = eager.space.read(bench.model), some_work(bench, straggler_rate=0.5), LocalRule(0.01, 0.9, clip_norm=1.0)
+    for a, b in zip(eager.updates(theta, work, rule), compiled.updates(theta, work, rule), strict=True):
+        assert float((a.delta - b.delta).norm() / a.delta.norm()) < 1e-5
+
+
+def test_a_model_without_a_client_axis_goes_to_the_sequential_engine(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=28, patch_size=14
+    )
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    options = [*SMALL, f"model=hf:{tmp_path / 'vit'}", "model.image_size=28", "federated.rounds=1", f"run.dir={tmp_path / 'r'}"]
+    assert fl.run(options).summary["engine"] == "sequential"
+    with pytest.raises(UserError, match="client axis"):
+        fl.run([*options, "federated.engine=cohort", f"run.dir={tmp_path / 's'}"])
+
+
+# --- several processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["federated.algorithm=fedavg"], ["federated.algorithm=scaffold"], ["server.merge=median", "federated.client_metrics=true"]],
+    ids=["mean", "scaffold", "median"],
+)
+def test_two_gloo_ranks_equal_one_process(fed_run: Callable[..., Any], tmp_path: Path, options: list[str]) -> None:
+    options = [*options, *UNEVEN, "server.optimizer=momentum"]
+    one = fed_run("one", *options)
+    code = "import sys, torch; torch.set_num_threads(1); from fedlens.cli import main; sys.exit(main(sys.argv[1:]))"
+    (tmp_path / "entry.py").write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "localhost:0", str(tmp_path / "entry.py"), "run", *SMALL, *options, f"run.dir={tmp_path / 'two'}"]
+    done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = fl.load_run(tmp_path / "two")
+    assert two.summary["ranks"] == 2
+    for name, tensor in one.state.items():
+        assert float((tensor - two.state[name]).norm()) <= 1e-5 * float(tensor.norm()) + 1e-9, name
+    for a, b in zip(one.metrics, two.metrics, strict=True):
+        assert a["bytes_up"] == b["bytes_up"]
+        assert a["clients"] == b["clients"]
+        assert a["cosine"] == pytest.approx(b["cosine"], abs=1e-4)
+
+
+# --- identities ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path: Path, engine: str) -> None:
+    plain = [
+        "data.crop=0",
+        "data.flip=false",
+        "optim.clip_norm=null",
+        "optim.lr=0.002",
+        "head=linear",
+        "data.val_fraction=0.9",
+        "optim.schedule=constant",
+    ]
+    alone = ["federated.clients=6", "federated.participation=1", "federated.local_steps=1", "federated.rounds=1", "optim.batch_size=100"]
+    run = fl.run([*FAST, "experiment=fedavg_iid", *plain, *alone, f"federated.engine={engine}", f"run.dir={tmp_path / 'r'}"])
+    data = fl.load_dataset("fashion_mini", val_fraction=0.9)
+    assert len(data.train) == 600
+    model = create_model("tiny", 10, weights="pretrained", image_size=28)
+    for p in model.head.parameters():  # type: ignore[union-attr]
+        p.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.002)
+    F.cross_entropy(model((data.train.images.float() / 255 - 0.2860) / 0.3530), data.train.labels).backward()
+    optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(run.state[name], tensor, atol=2e-6), name
+
+
+@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str) -> None:
+    common = [*FAST, "data.val_fraction=0.8", "optim.batch_size=100", "optim.schedule=constant", "optim.weight_decay=0.01", "seed=2"]
+    central = fl.run([*common, "experiment=centralized", "train.epochs=1", f"run.dir={tmp_path / 'c'}"])
+    one = [
+        "federated.clients=1",
+        "federated.participation=1",
+        "federated.local_steps=12",
+        "federated.rounds=1",
+        f"federated.engine={engine}",
+    ]
+    alone = fl.run([*common, "experiment=fedavg_iid", *one, f"run.dir={tmp_path / 'f'}"])
+    for name, tensor in central.state.items():
+        assert torch.allclose(alone.state[name], tensor, atol=2e-5), name
+
+
+def test_a_server_rate_of_zero_leaves_the_model(fed_run: Callable[..., Any]) -> None:
+    run = fed_run("r", "server.lr=0", "head=linear", "federated.rounds=2")
+    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    assert all(torch.equal(run.state[n], t) for n, t in begin.items())
+
+
+@settings(max_examples=30, deadline=None)
+@given(clients=st.integers(1, 9), seed=st.integers(0, 2**31), rule=st.sampled_from(sorted(RULES)))
+def test_equal_updates_merge_to_themselves_under_every_rule(clients: int, seed: int, rule: str) -> None:
+    g = torch.Generator().manual_seed(seed)
+    delta, weights = torch.randn(17, generator=g), torch.rand(clients, generator=g) + 0.1
+    assert torch.allclose(RULES[rule](delta.expand(clients, -1).clone(), weights, trim=0.2), delta, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(clients=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_merge_rules_equal_numpy(clients: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    deltas, weights = torch.randn(clients, 11, generator=g), torch.rand(clients, generator=g) + 0.1
+    d, w = deltas.double().numpy(), weights.double().numpy()
+    assert np.allclose(RULES["mean"](deltas, weights), np.average(d, axis=0, weights=w), atol=1e-5)
+    assert np.allclose(RULES["median"](deltas, weights), np.median(d, axis=0), atol=1e-6)
+    cut = int(0.3 * clients)
+    trimmed = np.sort(d, axis=0)[cut : clients - cut].mean(0)
+    assert np.allclose(RULES["trimmed_mean"](deltas, weights, trim=0.3), trimmed, atol=1e-5)
+    scaled = d * np.minimum(1, 0.5 / np.linalg.norm(d, axis=1))[:, None]
+    assert np.allclose(RULES["clipped_mean"](deltas, weights, clip_norm=0.5), np.average(scaled, axis=0, weights=w), atol=1e-5)
+
+
+def test_the_round_sums_are_the_mean_and_the_brute_force_geometry() -> None:
+    deltas, weights = torch.randn(6, 40, dtype=torch.float64), [1.0, 2.0, 3.0, 1.0, 1.0, 5.0]
+    sums = RoundSums()
+    for d, w in zip(deltas, weights, strict=True):
+        sums.add(d, float(d.norm()), w, 0.5)
+    w = torch.tensor(weights, dtype=torch.float64)
+    mean = (w[:, None] * deltas).sum(0) / w.sum()
+    assert torch.allclose(sums.mean(), mean)
+    pairs = [float(F.cosine_similarity(a, b, dim=0)) for a, b in itertools.combinations(deltas, 2)]
+    found = sums.metrics()
+    assert found["cosine"] == pytest.approx(sum(pairs) / len(pairs))
+    assert found["drift_ratio"] == pytest.approx(float(mean.norm() / ((w * deltas.norm(dim=1)).sum() / w.sum())))
+    assert found["client_norm"] == pytest.approx(float(deltas.norm(dim=1).mean()))
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_flat_step_is_torch_s_sgd(momentum: float, dampening: float, nesterov: bool, decay: float) -> None:
+    if nesterov and (dampening or not momentum):
+        return  # torch refuses these
+    rule = LocalRule(0.1, momentum, dampening, nesterov, decay, clip_norm=2.0)
+    theta = torch.randn(3, 20)
+    params = [torch.nn.Parameter(row.clone()) for row in theta]
+    optimizers = [torch.optim.SGD([p], 0.1, momentum, dampening, decay, nesterov) for p in params]
+    velocity = torch.zeros_like(theta)
+    for step in range(10):
+        grad = torch.randn(3, 20)
+        for p, optimizer, g in zip(params, optimizers, grad, strict=True):
+            p.grad = g.clone()
+            torch.nn.utils.clip_grad_norm_([p], 2.0)
+            optimizer.step()
+        theta, velocity = sgd_step(theta, grad, velocity, rule.lr, rule, step == 0)
+    assert torch.allclose(theta, torch.stack([p.detach() for p in params]), atol=1e-5)
+
+
+def test_a_stopped_client_does_not_move() -> None:
+    rule, theta = LocalRule(0.1, 0.9, weight_decay=0.1), torch.randn(2, 5)
+    moved, _ = sgd_step(theta, torch.randn(2, 5), torch.randn(2, 5), 0.1, rule, False, active=torch.tensor([[1.0], [0.0]]))
+    assert torch.equal(moved[1], theta[1])
+    assert not torch.equal(moved[0], theta[0])
+
+
+def test_effective_steps_are_the_distance_under_a_constant_gradient() -> None:
+    for momentum in (0.0, 0.5, 0.9):
+        rule, x, v = LocalRule(1.0, momentum), torch.zeros(1), torch.zeros(1)
+        for step in range(7):
+            x, v = sgd_step(x, torch.ones(1), v, 1.0, rule, step == 0)
+        assert float(-x) == pytest.approx(effective_steps(7, momentum), rel=1e-5)
+
+
+def test_server_optimizers_follow_their_papers() -> None:
+    c = ServerConfig(lr=0.5, momentum=0.9, beta1=0.8, beta2=0.95, tau=0.01)
+    directions = torch.randn(6, 4, dtype=torch.float64)
+    for name in SERVER:
+        state: dict[str, torch.Tensor] = {}
+        theta = torch.zeros(4, dtype=torch.float64)
+        m, v, want = np.zeros(4), np.full(4, c.tau**2), np.zeros(4)
+        for d in directions:
+            theta = server_step(theta, d, state, replace(c, optimizer=name))
+            x = d.numpy()
+            if name in ("sgd", "momentum"):
+                m = x + (c.momentum * m if name == "momentum" else 0)
+                want = want + c.lr * m
+                continue
+            beta1 = 0.0 if name == "adagrad" else c.beta1
+            m = beta1 * m + (1 - beta1) * x
+            v = {
+                "adam": c.beta2 * v + (1 - c.beta2) * x**2,
+                "yogi": v - (1 - c.beta2) * x**2 * np.sign(v - x**2),
+                "adagrad": v + x**2,
+            }[name]
+            want = want + c.lr * m / (np.sqrt(v) + c.tau)
+        assert np.allclose(theta.numpy(), want), name
+
+
+@pytest.mark.parametrize("option", [f"server.optimizer={n}" for n in ("momentum", "adam", "yogi", "adagrad")] + [f"server.merge={m}" for m in ("median", "trimmed_mean", "clipped_mean")] + ["server.lr=0.5", "federated.algorithm=fednova", "federated.algorithm=fedprox", "federated.straggler_rate=0.9", "model.dropout=0.3"])  # fmt: skip
+def test_every_option_reaches_the_training(fed_run: Callable[..., Any], option: str) -> None:
+    plain, changed = (fed_run(n, "federated.rounds=2", "federated.mu=5", "server.trim=0.3", "federated.straggler_rate=0.5", *o) for n, o in (("a", []), ("b", [option])))  # fmt: skip
+    assert not torch.equal(plain.state["norm.weight"], changed.state["norm.weight"])
+
+
+def test_scaffold_s_controls_follow_option_two() -> None:
+    from fedlens.training.algorithms import Scaffold
+
+    config = compose([*SMALL, "federated.clients=4", "optim.momentum=0"])
+    algorithm, theta = Scaffold(config), torch.zeros(3)
+    assert algorithm.offsets(theta) is not None
+    for client, delta in ((1, torch.tensor([1.0, 2.0, 3.0])), (2, torch.tensor([-1.0, 0.0, 1.0]))):
+        algorithm.received(Update(client, 10, 5, delta, torch.tensor(0.0)), lr=0.1)
+    algorithm.end_round()
+    assert torch.allclose(algorithm.clients[1], -torch.tensor([1.0, 2.0, 3.0]) / 0.5)
+    assert algorithm.server is not None
+    assert torch.allclose(algorithm.server, -torch.tensor([0.0, 2.0, 4.0]) / 0.5 / 4)
+    offset = algorithm.offsets(theta)
+    assert offset is not None
+    assert torch.allclose(offset(1), algorithm.server - algorithm.clients[1])
+    assert torch.allclose(offset(3), algorithm.server)
+
+
+# --- randomness, resume, counts ------------------------------------------------------------------------------------
+
+
+def test_two_seeds_give_different_cohorts_and_equal_seeds_the_same() -> None:
+    rounds = range(20)
+    a, b, c = ([sample_cohort(s, r, 100, 0.1) for r in rounds] for s in (0, 0, 1))
+    assert a == b
+    assert a != c
+    assert all(len(set(x)) == 10 and x == sorted(x) for x in a)
+    assert len({tuple(x) for x in a}) == 20
+
+
+@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+def test_in_every_engine_seeds_decide_the_clients(fed_run: Callable[..., Any], engine: str) -> None:
+    seen = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run = fed_run(name, f"federated.engine={engine}", f"seed={seed}", "federated.client_metrics=true", "federated.rounds=2")
+        seen.append([[d["client"] for d in m["client_metrics"]] for m in run.metrics])
+    assert seen[0] == seen[1]
+    assert seen[0] != seen[2]
+
+
+def test_dropouts_and_stragglers_are_keyed_and_as_frequent_as_asked() -> None:
+    gone = [not survives(0, r, c, 0.3) for r in range(40) for c in range(25)]
+    assert 0.25 < sum(gone) / len(gone) < 0.35
+    steps = [local_steps(0, r, c, 8, 0.5) for r in range(40) for c in range(25)]
+    assert 0.45 < sum(s < 8 for s in steps) / len(steps) < 0.55
+    assert set(steps) == set(range(1, 9))
+
+
+def test_killed_twenty_times_scaffold_with_server_momentum_ends_with_the_same_bits(tmp_path: Path) -> None:
+    overrides = [
+        *SMALL,
+        *UNEVEN,
+        "federated.algorithm=scaffold",
+        "server.optimizer=momentum",
+        "server.momentum=0.5",
+        "run.checkpoint_minutes=0",
+    ]
+    overrides += ["federated.rounds=14", "federated.participation=0.1", "federated.local_steps=2"]
+    assert start(tmp_path / "whole", overrides, go_on=False).wait() == 0
+    whole = fl.load_run(tmp_path / "whole")
+    longest = 3.5 + whole.summary["seconds"] / 10
+    assert killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=3, longest=longest) == 20
+    torn = fl.load_run(tmp_path / "torn")
+    assert same(whole.state, torn.state)
+    clean = [[{k: v for k, v in m.items() if k != "round_seconds"} for m in without_time(r.metrics)] for r in (whole, torn)]
+    assert clean[0] == clean[1]
+    assert {**whole.summary, "seconds": 0} == {**torn.summary, "seconds": 0}
+
+
+def test_nothing_but_the_test_figures_depends_on_the_test_labels(fed_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.training import setup
+
+    honest, real = fed_run("honest"), setup.load_dataset
+
+    def shuffled(*args: Any, **kw: Any) -> Any:
+        data = real(*args, **kw)
+        data.test.labels = data.test.labels.flip(0)
+        return data
+
+    monkeypatch.setattr(setup, "load_dataset", shuffled)
+    blind = fed_run("blind")
+    assert blind.summary["test_accuracy"] != honest.summary["test_accuracy"]
+    assert same(honest.state, blind.state)
+    assert all(blind.summary[k] == honest.summary[k] for k in ("val_accuracy", "best_round", "ridge", "bytes_up"))
+
+
+def test_bytes_are_those_of_what_would_be_sent(fed_run: Callable[..., Any]) -> None:
+    for algorithm, vectors in (("fedavg", 1), ("scaffold", 2)):
+        run = fed_run(algorithm, f"federated.algorithm={algorithm}", "federated.dropout_rate=0.4")
+        s = run.summary
+        sampled = 3 * round(0.15 * 37)
+        assert s["bytes_down"] == sampled * vectors * 4 * s["trainable_parameters"]
+        head = 37 * 8 * (129 * 130 // 2 + 129 * 10)
+        assert s["ridge"]["bytes_up"] == head
+        assert s["bytes_up"] == head + (sampled - s["dropped"]) * vectors * 4 * s["trainable_parameters"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+def test_an_update_that_is_not_finite_is_dropped_counted_and_logged(fed_run: Callable[..., Any], engine: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    kind = {"sequential": Sequential, "cohort": Cohort}[engine]
+    real = kind.updates
+
+    def broken(self: Any, *args: Any) -> Iterator[Update]:
+        for i, u in enumerate(real(self, *args)):
+            yield replace(u, delta=u.delta * float("nan")) if i == 1 else u
+
+    monkeypatch.setattr(kind, "updates", broken)
+    run = fed_run("r", f"federated.engine={engine}")
+    assert run.summary["nonfinite"] == 3
+    assert all(torch.isfinite(t).all() for t in run.state.values())
+    assert "is not finite and was dropped" in (run.path / "log.txt").read_text()
+
+
+def test_a_cohort_of_which_nothing_is_finite_is_one_line(fed_run: Callable[..., Any]) -> None:
+    with pytest.raises(UserError, match="no client's update is finite"):
+        fed_run("r", "optim.lr=1e30", "optim.clip_norm=null")
+
+
+def test_a_round_that_everyone_misses_changes_nothing(fed_run: Callable[..., Any]) -> None:
+    run = fed_run("r", "federated.dropout_rate=0.999", "head=linear")
+    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    assert all(torch.equal(run.state[n], t) for n, t in begin.items())
+    assert run.metrics[0]["clients"] == 0
+
+
+def test_a_target_accuracy_stops_the_run(fed_run: Callable[..., Any]) -> None:
+    run = fed_run("r", "federated.target_accuracy=0.3", "federated.rounds=10", "federated.eval_every=1")
+    assert run.summary["rounds"] == 1
+
+
+def test_the_federated_head_is_the_centralised_one(fed_run: Callable[..., Any], fast_run: Callable[..., Any]) -> None:
+    federated_, central = fed_run("f", "federated.rounds=1"), fast_run("c", "train.epochs=1", "data.val_fraction=0.05")
+    assert federated_.summary["ridge"]["lambda"] == central.summary["ridge"]["lambda"]
+    assert torch.allclose(federated_.state["head.weight"], central.state["head.weight"], atol=1e-6)
+
+
+def test_the_run_keeps_its_partition(fed_run: Callable[..., Any]) -> None:
+    import json
+
+    run = fed_run("r", "federated.rounds=1")
+    kept = json.loads((run.path / "partition.json").read_text())
+    assert kept["clients"] == 37
+    assert kept["classes_min"] == kept["classes_max"] == 2
+    assert np.asarray(kept["label_counts"]).sum() == kept["samples"] == 5700
+
+
+def test_more_clients_than_samples_is_refused_before_a_run_exists(fed_run: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="without data"):
+        fed_run("r", "data.partition=iid", "federated.clients=6000")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_hundred_thousand_clients_partition_completely() -> None:
+    labels = np.tile(fl.load_dataset("fashion_mini").train.labels.numpy(), 40)
+    for scheme in ({"scheme": "iid"}, {"scheme": "classes", "classes_per_client": 2}):
+        shards = partition(labels, 100_000, **scheme)  # type: ignore[arg-type]
+        assert len(shards) == 100_000
+        assert sum(map(len, shards)) == len(labels)
+        assert min(map(len, shards)) >= 1
