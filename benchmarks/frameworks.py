@@ -33,7 +33,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODELS = {"tiny": "ViT of 1.2 M parameters, 28 px", "vits": "ViT-S/16, 21.5 M parameters, 32 px"}
+MODELS = {"tiny": "ViT of 1.2 M parameters, 28 px", "vits": "ViT-S/16, 21.6 M parameters, 32 px"}
 CORES = 2
 IMAGES = 10 * 4 * 32  # a round
 TOLERANCE = 1e-4  # of the largest parameter change: sums in another order differ by less, other work by more
@@ -226,7 +226,9 @@ def tail(text: str, lines: int = 25) -> str:
 def machine() -> dict[str, Any]:
     names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": names[0] if names else platform.machine(),
@@ -236,6 +238,7 @@ def machine() -> dict[str, Any]:
         "torch": version("torch"),
         "fedlens": version("fedlens"),
         "commit": commit,
+        "load_average_before": round(os.getloadavg()[0], 2),
     }
 
 
@@ -261,7 +264,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
                 f"{r['images_a_second']:,.0f}",
                 f"{seconds / plain:.2f}x" if plain else "",
                 f"{r['peak_pss_bytes'] / 1e9:.2f} GB",
-                f"{r['difference']['of_largest_change']:.0e}" if r.get("difference") else "",
+                f"{r['difference']['of_largest_change']:.0e}" if "difference" in r and name != "plain" else "",
             ]
         )
     return found
@@ -270,7 +273,8 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 def markdown(record: dict[str, Any]) -> str:
     m, lines = record["machine"], ["# Federated averaging on two CPU cores", ""]
     lines += [f"`{record['command']}`, {m['date']}, commit {m['commit']}.", ""]
-    lines += [f"{m['cpu']}, {m['cores']} cores; Python {m['python']}, torch {m['torch']}, fedlens {m['fedlens']}.", ""]
+    lines += [f"{m['cpu']}, {m['cores']} cores, load average {m['load_average_before']} before; ", ""]
+    lines[-2] += f"Python {m['python']}, torch {m['torch']}, fedlens {m['fedlens']}."
     lines += [
         f"10 clients a round (of 100), 4 local steps of 32 images. Median of n = {record['rounds']} rounds after a warm-up round.",
         "",
@@ -320,6 +324,8 @@ def main() -> int:
     if args.rounds < 1:
         parser.error(f"--rounds: {args.rounds} given, allowed is >= 1")
     facts = machine()
+    if facts["load_average_before"] > 0.5:
+        say(f"the machine is not quiet (load average {facts['load_average_before']}): these figures are a trial, not a record")
     out = args.out or HERE / "records" / f"{facts['date']}-frameworks-cpu"
     command = ["python benchmarks/frameworks.py", f"--rounds {args.rounds}"]
     command += [f"--only {','.join(args.only)}"] * (args.only != list(CONTENDERS))

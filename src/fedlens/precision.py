@@ -26,6 +26,10 @@ class Precision:
             raise UserError("train.precision: fp16 needs a GPU; allowed here is auto | fp32 | bf16")
         return cls(device, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
 
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def autocast(self) -> AbstractContextManager[object]:
         if self.dtype == torch.float32:
             return nullcontext()

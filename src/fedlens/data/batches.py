@@ -70,6 +70,9 @@ class Draws:
     def __getitem__(self, where: int | slice | tuple[int | slice, ...]) -> "Draws":
         return self._each(lambda t: t[where])
 
+    def rows(self, index: Tensor) -> "Draws":
+        return self._each(lambda t: t[index])
+
     def to(self, device: torch.device) -> "Draws":
         return self._each(lambda t: t.to(device, non_blocking=True))
 
@@ -115,7 +118,6 @@ class Augment:
         return torch.stack([top, bottom], dim=-2), 1 + 0.9 * amount[..., 5:8]
 
 
-@lru_cache(maxsize=32)
 def resize_matrix(size: int, out: int, device: torch.device) -> Tensor:
     """[out, size]: bicubic resizing is linear and separable, so on a batch it is two matrix products.
 
@@ -153,25 +155,42 @@ def randaugment(x: Tensor, affine: Tensor, color: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """What a pipeline needs on the device beside the images."""
+
+    mean: Tensor  # [C, 1, 1], of pixels in [0, 255]
+    std: Tensor
+    down: Tensor | None  # [size, H]; None: the images have the size already
+    across: Tensor | None  # [size, W]
+
+
+def transform(images: Tensor, draws: Draws | None, fixed: Fixed, dtype: torch.dtype) -> Tensor:
+    """uint8 [..., C, H, W] -> normalised [..., C, size, size]: pure tensor work, so that it can be compiled."""
+    if draws is not None:
+        images = shift_and_flip(images, draws)
+    x = images.float()
+    if draws is not None and draws.affine is not None and draws.color is not None:
+        x = randaugment(x, draws.affine, draws.color)
+    if fixed.down is not None and fixed.across is not None:
+        x = (fixed.down @ x @ fixed.across.T).clamp(0, 255)  # bicubic overshoots; Pillow clips too
+    return ((x - fixed.mean) / fixed.std).to(dtype)
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """uint8 [..., C, H, W] -> normalised float [..., C, size, size]."""
+    """A split's images as model input: size, normalisation and number type."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     dtype: torch.dtype = torch.float32
 
+    @lru_cache(maxsize=8)  # noqa: B019 - a pipeline is a frozen value, and a run has one or two
+    def fixed(self, height: int, width: int, device: torch.device) -> Fixed:
+        mean, std = (255 * torch.tensor(v, device=device).view(-1, 1, 1) for v in (self.mean, self.std))
+        if (height, width) == (self.size, self.size):
+            return Fixed(mean, std, None, None)
+        return Fixed(mean, std, resize_matrix(height, self.size, device), resize_matrix(width, self.size, device))
+
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        if draws is not None:
-            images = shift_and_flip(images, draws)
-        x = images.float()
-        if draws is not None and draws.affine is not None and draws.color is not None:
-            x = randaugment(x, draws.affine, draws.color)
-        height, width = x.shape[-2:]
-        if (height, width) != (self.size, self.size):
-            down = resize_matrix(height, self.size, x.device)
-            across = resize_matrix(width, self.size, x.device)
-            x = (down @ x @ across.T).clamp(0, 255)  # bicubic overshoots; Pillow clips too
-        mean = torch.tensor(self.mean, device=x.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=x.device).view(-1, 1, 1)
-        return ((x / 255 - mean) / std).to(self.dtype)
+        return transform(images, draws, self.fixed(*images.shape[-2:], images.device), self.dtype)

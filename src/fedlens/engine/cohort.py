@@ -4,17 +4,17 @@ Parameters are stacked on a client axis, Θ [clients, P]; every Linear is one ba
 over clients × images, and one fused update moves all clients. What does not train is not stacked: it is shared.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlens.data.batches import Draws, ImageBank, Pipeline
+from fedlens.data.batches import ImageBank, Pipeline, transform
 from fedlens.engine.work import Offsets, Update, Work
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule, sgd_step
@@ -25,6 +25,10 @@ log = logging.getLogger("fedlens")
 
 @dataclass
 class Cohort:
+    """`compile`: each transformer block, the image pipeline and the update are compiled on their own. The blocks are alike, so two
+    are compiled (the last gives the class token alone), in seconds, not minutes; between them little is left to fuse.
+    """
+
     model: nn.Module
     space: ParamSpace
     bank: ImageBank
@@ -33,25 +37,33 @@ class Cohort:
     compile: bool = False
     chunk: int | None = None  # clients at once; None: all, and half as many whenever the device's memory runs out
     name: str = "cohort"
-    _loss: Callable[..., Any] = field(init=False)
-    _step: Callable[..., Any] = field(init=False)
+    _network: nn.Module = field(init=False)
+    _transform: Callable[..., Tensor] = field(init=False)
+    _step: Callable[..., tuple[Tensor, Tensor]] = field(init=False)
+    _width: int = 0  # the widest chunk so far: compiled code is for one width, so narrower ones are filled up
 
     def __post_init__(self) -> None:
-        self._loss = torch.compile(self.loss, dynamic=False) if self.compile else self.loss
-        self._step = torch.compile(flat_step, dynamic=False) if self.compile else flat_step
+        self._network, self._transform, self._step = self.model, transform, sgd_step
+        if self.compile:
+            self._network = copy.deepcopy(self.model)  # evaluation goes on with the plain blocks
+            for block in self._network.blocks:  # type: ignore[union-attr]
+                block.compile(dynamic=False)
+            self._transform = torch.compile(transform, dynamic=False)
+            self._step = torch.compile(sgd_step, dynamic=False)
 
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
-        self.model.train()
+        self._network.train()
         at = 0
         while at < len(work):
             size = min(self.chunk or len(work), len(work) - at)
             part = work.part(slice(at, at + size))
+            self._width = max(self._width, size)
             try:
-                deltas, losses = self._train(theta, part, rule, offsets)
+                deltas, losses = self._train(theta, part.widened(self._width) if self.compile else part, rule, offsets)
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
-                self.chunk = (size + 1) // 2
+                self.chunk = self._width = (size + 1) // 2
                 log.warning("cohort engine: out of memory with %d clients at once, going on with %d", size, self.chunk)
                 torch.cuda.empty_cache()
                 continue
@@ -61,55 +73,33 @@ class Cohort:
 
     def _train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> tuple[Tensor, Tensor]:
         """J local steps of every client: (Δ [clients, P], mean loss [clients])."""
-        clients, device = len(work), theta.device
+        clients, device, scale = len(work), theta.device, self.precision.loss_scale
         local = theta.expand(clients, -1).clone()  # [clients, P]
         velocity = torch.zeros_like(local) if rule.momentum else local[:, :0]
         offset = None if offsets is None else torch.stack([offsets(client) for client in work.clients])
-        index, draws = work.index.to(device), work.draws.to(device)
-        steps = work.steps.to(device)
-        scale = self.precision.loss_scale
+        anchor = theta if rule.prox else None
+        index, draws, steps = work.index.to(device), work.draws.to(device), work.steps.to(device)
         uneven = bool((work.steps != work.steps[0]).any())
         losses = torch.zeros(clients, dtype=torch.float64, device=device)
         lr, fixed = torch.tensor(rule.lr, device=device), replace(rule, lr=0.0)  # a number that changes would be compiled anew each round
+        shared = {name: param for name, param in self.model.named_parameters() if name not in self.space.shapes}
         for j in range(int(work.steps.max())):
             images, labels = self.bank.batch(index[:, j])  # [clients, batch, …]
-            keep = None if work.keep is None else work.keep[:, j].to(device)
+            inputs = self._transform(images, draws[:, j], self.pipeline.fixed(*images.shape[-2:], device), self.pipeline.dtype)
             params = {name: view.detach().requires_grad_() for name, view in self.space.views(local).items()}
+            keep = None if work.keep is None else work.keep[:, j].to(device)
             with self.precision.autocast():
-                loss = self._loss(params, images, draws[:, j], labels, keep, rule.label_smoothing)
+                logits = functional_call(self._network, {**shared, **params}, (inputs,), {"keep": keep})  # [clients, batch, classes]
+                loss = client_losses(logits, labels, rule.label_smoothing)
             grads = torch.autograd.grad(loss.sum() * scale, list(params.values()))
+            grad = self.space.flatten(grads)  # [clients, P]
             active = (steps > j).to(local.dtype).unsqueeze(1) if uneven else None
-            anchor = theta if rule.prox else None
-            local, velocity = self._step(self.space, local, grads, velocity, lr, scale, fixed, j == 0, anchor, offset, active)
+            local, velocity = self._step(local, grad if scale == 1 else grad / scale, velocity, lr, fixed, j == 0, anchor, offset, active)
             losses += loss.detach() * (steps > j)
         return local - theta, (losses / steps).float()
 
-    def loss(
-        self, params: dict[str, Tensor], images: Tensor, draws: Draws, labels: Tensor, keep: Tensor | None, smoothing: float
-    ) -> Tensor:
-        """Each client's mean cross-entropy on its own batch: [clients]."""
-        with torch.autocast(images.device.type, enabled=False):
-            inputs = self.pipeline(images, draws)
-        logits = functional_call(self.model, params, (inputs,), {"keep": keep}).float()  # [clients, batch, classes]
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="none")
-        return each.view(labels.shape).mean(1)
 
-
-def flat_step(
-    space: ParamSpace,
-    local: Tensor,
-    grads: tuple[Tensor, ...],
-    velocity: Tensor,
-    lr: Tensor,
-    scale: float,
-    rule: LocalRule,
-    first: bool,
-    anchor: Tensor | None,
-    offset: Tensor | None,
-    active: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """All clients' gradients as one matrix, then the one SGD step that the sequential engine makes too."""
-    grad = space.flatten(grads)
-    if scale != 1.0:
-        grad = grad / scale
-    return sgd_step(local, grad, velocity, lr, rule, first, anchor, offset, active)
+def client_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Each client's mean cross-entropy on its own batch: [clients]."""
+    each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="none")
+    return each.view(labels.shape).mean(1)

@@ -35,6 +35,15 @@ class Work:
         keep = None if self.keep is None else self.keep[where]
         return Work(self.clients[where], self.index[where], self.draws[where], self.steps[where], self.samples[where], keep)
 
+    def widened(self, width: int) -> "Work":
+        """Filled up to `width` clients with copies of the last, whose results nobody reads."""
+        if len(self) >= width:
+            return self
+        rows = torch.arange(width).clamp(max=len(self) - 1)
+        keep = None if self.keep is None else self.keep[rows]
+        clients = tuple(self.clients[i] for i in rows.tolist())
+        return Work(clients, self.index[rows], self.draws.rows(rows), self.steps[rows], self.samples[rows], keep)
+
 
 @dataclass(frozen=True)
 class Update:

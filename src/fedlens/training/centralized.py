@@ -150,7 +150,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         "images_per_second": step * cfg.optim.batch_size / elapsed,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in params),
-        "precision": str(bench.precision.dtype).removeprefix("torch."),
+        "precision": bench.precision.name,
         "device": str(device),
         "ridge": ridge,
     }

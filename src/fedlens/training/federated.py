@@ -216,7 +216,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         "ranks": ranks.world,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": space.size,
-        "precision": str(bench.precision.dtype).removeprefix("torch."),
+        "precision": bench.precision.name,
         "device": str(device),
         "ridge": ridge,
     }

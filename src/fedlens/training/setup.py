@@ -137,7 +137,7 @@ def set_up(config: Config) -> Bench:
         precision=precision,
         dataset=data,
         model=model,
-        pipeline=Pipeline(config.model.image_size, data.mean, data.std, dtype=torch.float32),
+        pipeline=Pipeline(config.model.image_size, data.mean, data.std, dtype=precision.dtype),
         augment=Augment(config.data.crop, config.data.flip, config.data.randaugment, config.data.randaugment_magnitude),
         train=ImageBank(data.train, device),
         val=ImageBank(data.val, device),
