@@ -62,6 +62,12 @@ def test_print_config_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -
     assert "lr: 0.0001" in out
 
 
+def test_a_recipe_for_model_and_experiment_is_found_and_yields_to_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for extra, rate in (([], "0.0004"), (["optim.lr=1e-3"], "0.001")):
+        assert main(["run", "experiment=fedavg_noniid", "model=dino_vits16", "data=cifar100", *extra, "--print-config"]) == 0
+        assert f"  lr: {rate}\n" in capsys.readouterr().out
+
+
 def test_doctor_tells_what_is_missing_and_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -91,7 +97,8 @@ def test_every_public_name_resolves() -> None:
 def test_the_demo_page_opens_in_chromium_without_a_console_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedlens.study import demo as module
 
-    monkeypatch.setattr(module, "run", lambda overrides: fl.run([*FAST, *overrides]))
+    short = ["federated.rounds=2", "federated.participation=0.1", "federated.local_steps=1", "optim.batch_size=8"]
+    monkeypatch.setattr(module, "run", lambda o: fl.run([*FAST, *o, *short] if any("fedavg" in x for x in o) else [*FAST, *o]))
     page = module.demo(tmp_path / "demo")
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
     done = subprocess.run(
@@ -109,5 +116,5 @@ def test_the_demo_page_opens_in_chromium_without_a_console_error(tmp_path: Path,
         timeout=120,
     )
     assert "CONSOLE" not in done.stderr
-    assert done.stdout.count("<svg") == 2
+    assert done.stdout.count("<svg") == 5
     assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"|<metadata>.*?</metadata>', "", page.read_text(), flags=re.S)

@@ -98,8 +98,8 @@ class Clock:
             np.save(self.out / "params.npy", params())
         self.start()
 
-    def finish(self, package: str | None = None, **facts: Any) -> None:
-        versions = {name: version(name) for name in ("torch", "numpy", *([package] if package else []))}
+    def finish(self, *packages: str, **facts: Any) -> None:
+        versions = {name: version(name) for name in ("torch", "numpy", *packages)}
         (self.out / "result.json").write_text(json.dumps({"seconds": self.seconds, "versions": versions, **facts}))
 
 

@@ -76,4 +76,4 @@ def run(job: dict[str, Any]) -> None:
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )
-    clock.finish("flwr", workers=job["workers"])
+    clock.finish("flwr", "ray", workers=job["workers"])

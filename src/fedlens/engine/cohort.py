@@ -21,6 +21,7 @@ from fedlens.optim.sgd import LocalRule, sgd_step
 from fedlens.precision import Precision
 
 log = logging.getLogger("fedlens")
+CPU_NUMBERS = 2**26  # of one [clients, P] matrix on a CPU, of which a step holds a handful: 256 MB each
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Cohort:
     pipeline: Pipeline
     precision: Precision
     compile: bool = False
-    chunk: int | None = None  # clients at once; None: all, and half as many whenever the device's memory runs out
+    chunk: int | None = None  # clients at once; None: all that fit, and half as many whenever the device's memory runs out
     name: str = "cohort"
     _network: nn.Module = field(init=False)
     _transform: Callable[..., Tensor] = field(init=False)
@@ -43,6 +44,8 @@ class Cohort:
     _width: int = 0  # the widest chunk so far: compiled code is for one width, so narrower ones are filled up
 
     def __post_init__(self) -> None:
+        if self.chunk is None and self.precision.device.type == "cpu":
+            self.chunk = max(1, CPU_NUMBERS // self.space.size)
         self._network, self._transform, self._step = self.model, transform, sgd_step
         if self.compile:
             self._network = copy.deepcopy(self.model)  # evaluation goes on with the plain blocks

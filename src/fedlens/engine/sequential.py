@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedlens.data.batches import ImageBank, Pipeline
 from fedlens.engine.work import Offsets, Update, Work
 from fedlens.lens.space import ParamSpace
-from fedlens.optim.sgd import LocalRule, sgd_step
+from fedlens.optim.sgd import LocalRule, sgd_step_
 from fedlens.precision import Precision
 
 
@@ -33,11 +33,13 @@ class Sequential:
         self.model.train()
         params = dict(self.model.named_parameters())
         trained = [params[name] for name in self.space.shapes]
+        local, velocity, grad = torch.empty_like(theta), torch.empty_like(theta), torch.empty_like(theta)
+        for name, view in self.space.views(local).items():
+            params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
         scale = self.precision.loss_scale
         for k, client in enumerate(work.clients):
             offset = None if offsets is None else offsets(client)
-            self.space.write(self.model, theta)
-            local, velocity = theta, torch.zeros_like(theta)
+            local.copy_(theta)
             losses = torch.zeros((), dtype=torch.float64, device=theta.device)
             steps = int(work.steps[k])
             for j in range(steps):
@@ -46,10 +48,9 @@ class Sequential:
                 keep = {} if work.keep is None else {"keep": work.keep[k, j].to(theta.device)}
                 with self.precision.autocast():
                     loss = F.cross_entropy(self.forward(inputs, **keep).float(), labels, label_smoothing=rule.label_smoothing)
-                grads = torch.autograd.grad(loss * scale, trained)
-                grad = self.space.flatten(grads) / scale
-                local, velocity = sgd_step(local, grad, velocity, rule.lr, rule, j == 0, theta, offset)
-                self.space.write(self.model, local)
+                self.space.flatten(torch.autograd.grad(loss * scale, trained), out=grad)
+                if scale != 1:
+                    grad.div_(scale)
+                sgd_step_(local, grad, velocity, rule, j == 0, theta, offset)
                 losses += loss.detach()
-            yield Update(client, int(work.samples[k]), steps, local - theta, (losses / steps).float())
-        self.space.write(self.model, theta)
+            yield Update(client, int(work.samples[k]), steps, torch.sub(local, theta, out=grad), (losses / steps).float())

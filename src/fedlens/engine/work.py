@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Update:
-    """What comes back from one client."""
+    """What comes back from one client. Its vector is the engine's to use again once the next update is asked for."""
 
     client: int
     samples: int

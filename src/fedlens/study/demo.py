@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedlens.data.dataset import load_dataset
@@ -15,6 +16,13 @@ from fedlens.training.execute import Run, run
 
 log = logging.getLogger("fedlens")
 CLIENTS = 50
+FEDERATION = [
+    f"federated.clients={CLIENTS}",
+    "federated.participation=0.2",
+    "federated.rounds=15",
+    "federated.eval_every=1",
+    "optim.batch_size=32",
+]
 MARK = ".fedlens-demo"
 
 
@@ -31,15 +39,47 @@ def demo(out: Path, seed: int = 0) -> Path:
         "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine.",
     )
     partitions(page, seed)
-    baseline(page, run([f"run.dir={out / 'runs' / 'centralized'}", f"seed={seed}"]))
+    central = run([f"run.dir={out / 'runs' / 'centralized'}", f"seed={seed}"])
+    baseline(page, central)
+    federations = {
+        name: run([f"experiment={experiment}", *FEDERATION, f"run.dir={out / 'runs' / experiment}", f"seed={seed}"])
+        for name, experiment in (("IID", "fedavg_iid"), ("1 class a client", "fedavg_noniid"))
+    }
+    drift(page, federations, central)
     page.section("Run it yourself")
     page.code(
-        "fedlens run experiment=centralized seed=1\nfedlens resume runs/…      # after an interruption, to the same bits\nfedlens run -m seed=0,1,2  # a sweep"
+        "fedlens run experiment=fedavg_noniid data.classes_per_client=2 seed=1\nfedlens resume runs/…      # after an interruption, to the same bits\nfedlens run -m seed=0,1,2  # a sweep"
     )
     page.parts.append(f'<p class="soft">Made in {time.monotonic() - started:.0f} s.</p>')
     path = out / "index.html"
     write_atomic(path, page.html())
     return path
+
+
+def drift(page: Page, runs: Mapping[str, Run], central: Run) -> None:
+    ridge = 100 * central.summary["ridge"]["val_accuracy"]
+    page.section(
+        "3. FedAvg, and what client drift is",
+        f"Each round {CLIENTS // 5} of {CLIENTS} clients take the global model, make 4 steps of SGD on their own images and send back what "
+        "changed: a task vector Δ. The server adds the mean of the Δ to the model. When clients hold the same mixture, their Δ point the same "
+        "way and the mean keeps their length. When each holds one class, every Δ points to its own class, the mean is short, and the model "
+        "moves little and not quite where it should. That is client drift: interference between task vectors.",
+    )
+    curves = {name: [(m["round"], 100 * m["val_accuracy"]) for m in r.metrics if "val_accuracy" in m] for name, r in runs.items()}
+    levels = {"centralised": 100 * central.summary["val_accuracy"], "ridge head only, no rounds": ridge}
+    page.figure(
+        curves_figure(curves, "round", "validation accuracy (%)", levels),
+        "FedAvg by round, against no rounds at all and all data in one place.",
+    )
+    for key, label, caption in (
+        ("cosine", "mean cosine between clients' Δ", "How far clients agree: the mean cosine between the updates of a round."),
+        ("drift_ratio", "‖mean Δ‖ / mean ‖Δ‖", "What is left of the updates when they are averaged: 1 if all agree, 0 if they cancel."),
+    ):
+        page.figure(curves_figure({name: [(m["round"], m[key]) for m in r.metrics] for name, r in runs.items()}, "round", label), caption)
+    rows: list[list[object]] = [["centralised", 100 * central.summary["test_accuracy"], "", central.summary["seconds"]]]
+    for name, r in runs.items():
+        rows.append([f"FedAvg, {name}", 100 * r.summary["test_accuracy"], f"{r.summary['bytes_up'] / 1e6:,.0f} MB", r.summary["seconds"]])
+    page.table(["", "test accuracy (%), n = 1", "sent by clients", "seconds"], rows)
 
 
 def partitions(page: Page, seed: int) -> None:
