@@ -12,7 +12,7 @@ test: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 # on a machine with a GPU and torch already there: make test-gpu PYTHON=python3
 test-gpu:

@@ -1,6 +1,9 @@
 """Shared by all tests: one thread, no user folders, no network trackers."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +16,35 @@ import torch
 
 torch.set_num_threads(1)
 
-# what makes a run of the embedded default take a second: a random tiny backbone would not learn, the packaged one does
-FAST = ["train.epochs=2", "optim.batch_size=300", "run.progress=false", "device=cpu"]
+
+def small_folder() -> Path:
+    """A tenth of the embedded images as an image folder: a real data set that an epoch of the packaged backbone passes in a second."""
+    from PIL import Image
+
+    from fedlens.data.dataset import load_dataset
+
+    data = load_dataset("fashion_mini", val_fraction=0.0)
+    root = Path(tempfile.mkdtemp(prefix="fedlens-tests-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    for name, split, count in (("train", data.train, 600), ("test", data.test, 100)):
+        for i in range(count):
+            folder = root / name / str(int(split.labels[i]))
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(split.images[i, 0].numpy()).save(folder / f"{i:04d}.png")
+    return root
+
+
+SMALL_DATA = small_folder()
+FAST = [
+    "data=folder",
+    f"data.root={SMALL_DATA}",
+    "data.crop=2",
+    "train.epochs=2",
+    "optim.batch_size=60",
+    "run.progress=false",
+    "device=cpu",
+]
+EMBEDDED = ["data=fashion_mini", "data.root=null", "optim.batch_size=100"]  # after FAST: the embedded set itself
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAST
+from conftest import FAST, SMALL_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runs import killed_and_resumed, same, start, without_time
+from test_runs import finished, killed_and_resumed, same, without_time
 
 import fedlens as fl
 from fedlens.config import ServerConfig, compose
@@ -44,7 +44,7 @@ SMALL = [
     "federated.rounds=3",
     "federated.eval_every=2",
     "optim.batch_size=8",
-    "data.val_fraction=0.05",
+    "data.val_fraction=0.1",
 ]
 UNEVEN = ["federated.dropout_rate=0.3", "federated.straggler_rate=0.6"]
 
@@ -200,18 +200,19 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
         "optim.clip_norm=null",
         "optim.lr=0.002",
         "head=linear",
-        "data.val_fraction=0.9",
+        "data.val_fraction=0",
         "optim.schedule=constant",
     ]
     alone = ["federated.clients=6", "federated.participation=1", "federated.local_steps=1", "federated.rounds=1", "optim.batch_size=100"]
     run = fl.run([*FAST, "experiment=fedavg_iid", *plain, *alone, f"federated.engine={engine}", f"run.dir={tmp_path / 'r'}"])
-    data = fl.load_dataset("fashion_mini", val_fraction=0.9)
+    data = fl.load_dataset("folder", SMALL_DATA, val_fraction=0.0)
     assert len(data.train) == 600
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))
     model = create_model("tiny", 10, weights="pretrained", image_size=28)
     for p in model.head.parameters():  # type: ignore[union-attr]
         p.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.002)
-    F.cross_entropy(model((data.train.images.float() / 255 - 0.2860) / 0.3530), data.train.labels).backward()
+    F.cross_entropy(model((data.train.images.float() / 255 - mean) / std), data.train.labels).backward()
     optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(run.state[name], tensor, atol=2e-6), name
@@ -219,12 +220,12 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
 
 @pytest.mark.parametrize("engine", ["sequential", "cohort"])
 def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str) -> None:
-    common = [*FAST, "data.val_fraction=0.8", "optim.batch_size=100", "optim.schedule=constant", "optim.weight_decay=0.01", "seed=2"]
+    common = [*FAST, "data.val_fraction=0.1", "optim.batch_size=60", "optim.schedule=constant", "optim.weight_decay=0.01", "seed=2"]
     central = fl.run([*common, "experiment=centralized", "train.epochs=1", f"run.dir={tmp_path / 'c'}"])
     one = [
         "federated.clients=1",
         "federated.participation=1",
-        "federated.local_steps=12",
+        "federated.local_steps=9",
         "federated.rounds=1",
         f"federated.engine={engine}",
     ]
@@ -410,11 +411,8 @@ def test_killed_twenty_times_scaffold_with_server_momentum_ends_with_the_same_bi
         "run.checkpoint_minutes=0",
     ]
     overrides += ["federated.rounds=14", "federated.participation=0.1", "federated.local_steps=2"]
-    assert start(tmp_path / "whole", overrides, go_on=False).wait() == 0
-    whole = fl.load_run(tmp_path / "whole")
-    longest = 3.5 + whole.summary["seconds"] / 10
-    assert killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=3, longest=longest) == 20
-    torn = fl.load_run(tmp_path / "torn")
+    whole = finished(tmp_path / "whole", overrides)
+    torn = killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=3, longest=0.8 + whole.summary["seconds"] / 12)
     assert same(whole.state, torn.state)
     clean = [[{k: v for k, v in m.items() if k != "round_seconds"} for m in without_time(r.metrics)] for r in (whole, torn)]
     assert clean[0] == clean[1]
@@ -471,19 +469,19 @@ def test_a_cohort_of_which_nothing_is_finite_is_one_line(fed_run: Callable[..., 
 
 
 def test_a_round_that_everyone_misses_changes_nothing(fed_run: Callable[..., Any]) -> None:
-    run = fed_run("r", "federated.dropout_rate=0.999", "head=linear")
+    run = fed_run("r", "federated.dropout_rate=0.9999999", "head=linear")
     begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
     assert all(torch.equal(run.state[n], t) for n, t in begin.items())
     assert run.metrics[0]["clients"] == 0
 
 
 def test_a_target_accuracy_stops_the_run(fed_run: Callable[..., Any]) -> None:
-    run = fed_run("r", "federated.target_accuracy=0.3", "federated.rounds=10", "federated.eval_every=1")
+    run = fed_run("r", "federated.target_accuracy=0.2", "federated.rounds=10", "federated.eval_every=1")
     assert run.summary["rounds"] == 1
 
 
 def test_the_federated_head_is_the_centralised_one(fed_run: Callable[..., Any], fast_run: Callable[..., Any]) -> None:
-    federated_, central = fed_run("f", "federated.rounds=1"), fast_run("c", "train.epochs=1", "data.val_fraction=0.05")
+    federated_, central = fed_run("f", "federated.rounds=1"), fast_run("c", "train.epochs=1")
     assert federated_.summary["ridge"]["lambda"] == central.summary["ridge"]["lambda"]
     assert torch.allclose(federated_.state["head.weight"], central.state["head.weight"], atol=1e-6)
 
@@ -495,7 +493,7 @@ def test_the_run_keeps_its_partition(fed_run: Callable[..., Any]) -> None:
     kept = json.loads((run.path / "partition.json").read_text())
     assert kept["clients"] == 37
     assert kept["classes_min"] == kept["classes_max"] == 2
-    assert np.asarray(kept["label_counts"]).sum() == kept["samples"] == 5700
+    assert np.asarray(kept["label_counts"]).sum() == kept["samples"] == 540
 
 
 def test_more_clients_than_samples_is_refused_before_a_run_exists(fed_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import EMBEDDED
 
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import load_dataset
@@ -45,7 +46,7 @@ def test_batches_are_the_same_on_cpu_and_gpu() -> None:
 
 @pytest.mark.parametrize("options", [["train.precision=fp16"], ["train.precision=bf16"], ["train.compile=true"], ["optim.clip_norm=1.0"]])
 def test_every_precision_trains(fast_run: Callable[..., Any], options: list[str]) -> None:
-    run = fast_run("r", "device=cuda", "optim.batch_size=100", *options)
+    run = fast_run("r", *EMBEDDED, "device=cuda", *options)
     assert run.summary["device"] == "cuda"
     assert run.summary["test_accuracy"] > 0.8
 
@@ -61,3 +62,13 @@ def test_a_gpu_run_resumes_with_its_loss_scale(fast_run: Callable[..., Any]) -> 
     resumed = load_run(torn.path).resume()
     worst = max(float((resumed.state[n] - whole.state[n]).abs().max()) for n in whole.state)
     assert worst < 1e-3  # atomics on the GPU sum in any order
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cohort_equals_sequential_on_the_gpu(fast_run: Callable[..., Any], compiled: bool) -> None:
+    options = ["experiment=fedavg_noniid", "data.classes_per_client=2", "federated.clients=20", "federated.rounds=3", "device=cuda"]
+    options += ["train.precision=fp32", "federated.dropout_rate=0.3", "federated.straggler_rate=0.5", "optim.batch_size=8"]
+    one = fast_run("one", *options, "federated.engine=sequential")
+    many = fast_run("many", *options, "federated.engine=cohort", f"train.compile={str(compiled).lower()}")
+    for name, tensor in one.state.items():
+        assert float((tensor - many.state[name]).norm()) <= 1e-3 * float(tensor.norm()) + 1e-6, name

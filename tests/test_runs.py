@@ -2,10 +2,9 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from conftest import FAST
 
 import fedlens as fl
+from fedlens.cli import main
 from fedlens.errors import UserError
 from fedlens.runs import store
 from fedlens.runs.store import RunFolder, read_metrics
@@ -143,27 +143,45 @@ def without_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
-def start(path: Path, overrides: list[str], go_on: bool) -> "subprocess.Popen[bytes]":
-    """A run in a process of its own, single-threaded as the tests are."""
-    code = (
-        "import sys, torch; torch.set_num_threads(1); from fedlens.cli import main; "
-        f"sys.exit(main({['resume', str(path)] if go_on else ['run', *overrides, f'run.dir={path}']!r}))"
-    )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["fedlens.cli", "fedlens.training.execute", "torch"])
 
 
-def killed_and_resumed(path: Path, overrides: list[str], kills: int, seed: int, longest: float) -> int:
-    """SIGKILL after a random time, again and again; returns how many kills met a living process."""
+def _command(argv: list[str]) -> None:
+    """The command line in a process of its own, single-threaded as the tests are, and silent."""
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    sys.exit(main(argv))
+
+
+def start(path: Path, overrides: list[str], go_on: bool) -> multiprocessing.process.BaseProcess:
+    process = SERVER.Process(target=_command, args=(["resume", str(path)] if go_on else ["run", *overrides, f"run.dir={path}"],))
+    process.start()
+    return process
+
+
+def finished(path: Path, overrides: list[str]) -> fl.Run:
+    """An uninterrupted run, made like the interrupted ones."""
+    process = start(path, overrides, go_on=False)
+    process.join()
+    assert process.exitcode == 0
+    return fl.load_run(path)
+
+
+def killed_and_resumed(path: Path, overrides: list[str], kills: int, seed: int, longest: float) -> fl.Run:
+    """SIGKILL after a random time, again and again, then to the end."""
     rng, met = random.Random(seed), 0
     while True:
         process = start(path, overrides, go_on=(path / "config.yaml").exists())
-        try:
-            assert process.wait(None if met >= kills else rng.uniform(0.3, longest)) == 0
-            return met
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+        process.join(None if met >= kills else rng.uniform(0.05, longest))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             met += 1
+            continue
+        assert process.exitcode == 0
+        assert met == kills, f"finished after {met} kills: the run is too short for the test"
+        return fl.load_run(path)
 
 
 def test_killed_twenty_times_and_resumed_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -175,12 +193,8 @@ def test_killed_twenty_times_and_resumed_the_run_ends_with_the_same_bits(tmp_pat
         "run.checkpoint_minutes=0",
         "train.label_smoothing=0.1",
     ]
-    assert start(tmp_path / "whole", overrides, go_on=False).wait() == 0
-    whole = fl.load_run(tmp_path / "whole")
-    longest = 3.0 + whole.summary["seconds"] / 12  # starting up takes about two seconds of it
-    met = killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=1, longest=longest)
-    torn = fl.load_run(tmp_path / "torn")
-    assert met == 20
+    whole = finished(tmp_path / "whole", overrides)
+    torn = killed_and_resumed(tmp_path / "torn", overrides, kills=20, seed=1, longest=0.8 + whole.summary["seconds"] / 12)
     assert same(whole.state, torn.state)
     assert without_time(whole.metrics) == without_time(torn.metrics)
     timed = ("seconds", "images_per_second")

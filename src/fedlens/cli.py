@@ -83,7 +83,7 @@ def doctor_command(args: argparse.Namespace) -> int:
     table = Table("", "found", "how to get it")
     for row in examine(args.root):
         table.add_row(*map(escape, row))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 250).print(table)
     return 0
 
 
