@@ -5,8 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedlens.data.batches import Pipeline
+from fedlens.data.dataset import load_dataset
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
+from fedlens.models import create_model
 from fedlens.models.heads import choose_ridge, ridge_head, ridge_statistics
 
 
@@ -57,3 +60,20 @@ def test_bad_input_is_refused() -> None:
         ridge_head(*ridge_statistics(z, y, 5), lam=0.0)
     with pytest.raises(UserError, match="300 labels"):
         ridge_statistics(z[:10], y, 5)
+
+
+def test_the_packaged_backbone_probes_ten_points_above_random_initialisation() -> None:
+    data = load_dataset("fashion_mini")
+    pipeline = Pipeline(28, data.mean, data.std)
+
+    def probe(weights: str | None) -> float:
+        model = create_model("tiny", 10, weights=weights, image_size=28).eval()
+        with torch.inference_mode():
+            train, val, test = (
+                torch.cat([model.features(pipeline(part)) for part in torch.split(split.images, 500)])  # type: ignore[operator]
+                for split in (data.train, data.val, data.test)
+            )
+        choice = choose_ridge(*ridge_statistics(train, data.train.labels, 10), val, data.val.labels)
+        return float((F.linear(test.double(), choice.weight, choice.bias).argmax(1) == data.test.labels).double().mean())
+
+    assert probe("pretrained") >= probe(None) + 0.10

@@ -62,9 +62,10 @@ def drift(page: Page, runs: Mapping[str, Run], central: Run) -> None:
     page.section(
         "3. FedAvg, and what client drift is",
         f"Each round {CLIENTS // 5} of {CLIENTS} clients take the global model, make 4 steps of SGD on their own images and send back what "
-        "changed: a task vector Δ. The server adds the mean of the Δ to the model. When clients hold the same mixture, their Δ point the same "
-        "way and the mean keeps their length. When each holds one class, every Δ points to its own class, the mean is short, and the model "
-        "moves little and not quite where it should. That is client drift: interference between task vectors.",
+        "changed: a task vector Δ. The server adds the mean of the Δ to the model. Clients that hold the same mixture agree a little in "
+        "every round, and the mean keeps what they agree on. When each holds one class, how far they agree depends on which classes happen to "
+        "meet: updates for different classes cancel, and what is left pulls the model towards this round's classes and away from the "
+        "others. That is client drift: interference between task vectors.",
     )
     curves = {name: [(m["round"], 100 * m["val_accuracy"]) for m in r.metrics if "val_accuracy" in m] for name, r in runs.items()}
     levels = {"centralised": 100 * central.summary["val_accuracy"], "ridge head only, no rounds": ridge}

@@ -176,7 +176,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
                 line["client_metrics"] = details
             score = None
             if round_ % fed.eval_every == 0 or round_ == fed.rounds:
-                best, stale, score = evaluate(bench, space, theta, line, best, stale, round_, ranks)
+                best, stale, score = evaluate(bench, space, theta, line, best, stale, round_)
                 reached = fed.target_accuracy is not None and score is not None and score >= fed.target_accuracy
             line["round_seconds"] = time.monotonic() - began
             line["seconds"] = seconds + time.monotonic() - started
@@ -232,7 +232,7 @@ def _own(update: Update) -> Update:
 
 
 def evaluate(
-    bench: Bench, space: ParamSpace, theta: Tensor, line: dict[str, Any], best: dict[str, Any], stale: int, round_: int, ranks: Ranks
+    bench: Bench, space: ParamSpace, theta: Tensor, line: dict[str, Any], best: dict[str, Any], stale: int, round_: int
 ) -> tuple[dict[str, Any], int, float | None]:
     """Validation of θ into the line of metrics; the best so far, how long ago, and this score. Without validation the last is best."""
     if not len(bench.val):
