@@ -480,6 +480,37 @@ def test_a_target_accuracy_stops_the_run(fed_run: Callable[..., Any]) -> None:
     assert run.summary["rounds"] == 1
 
 
+def torn(run: Any) -> Any:
+    """A run as a kill leaves it: no summary, the newest checkpoint cut short."""
+    (run.path / "summary.json").unlink()
+    newest = sorted((run.path / "checkpoints").iterdir())[-1] / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["experiment=fedavg_noniid", "data.val_fraction=0", "head=linear"],
+        ["experiment=centralized", "data.val_fraction=0", "head=linear"],
+        ["experiment=fedavg_noniid", "federated.target_accuracy=0.2", "federated.rounds=9"],
+        ["experiment=fedavg_noniid", "train.patience=1", "federated.eval_every=1", "federated.rounds=9"],
+    ],
+    ids=["federated without validation", "centralised without validation", "target", "patience"],
+)
+def test_a_torn_end_is_made_again_from_the_checkpoint_before(fed_run: Callable[..., Any], options: list[str]) -> None:
+    run = fed_run("r", *options, "run.checkpoint_minutes=0", "run.keep_last=3")
+    summary, state = run.summary, run.state
+    again = torn(run).resume()
+    assert same(again.state, state)
+    assert {k: again.summary.get(k) for k in ("rounds", "epochs", "test_accuracy")} == {
+        k: summary.get(k) for k in ("rounds", "epochs", "test_accuracy")
+    }
+    log = (run.path / "log.txt").read_text()
+    assert log.count("is damaged") == 1
+    assert "resuming at" in log
+
+
 def test_the_federated_head_is_the_centralised_one(fed_run: Callable[..., Any], fast_run: Callable[..., Any]) -> None:
     federated_, central = fed_run("f", "federated.rounds=1"), fast_run("c", "train.epochs=1")
     assert federated_.summary["ridge"]["lambda"] == central.summary["ridge"]["lambda"]

@@ -109,6 +109,7 @@ class RunFolder:
         self._handler = logging.FileHandler(self.path / "log.txt")
         self._handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
         log.addHandler(self._handler)
+        log.setLevel(logging.INFO)  # a run from Python keeps the same log as one from the command line
 
     def close(self) -> None:
         log.removeHandler(self._handler)

@@ -120,7 +120,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
                     best, stale = {"score": score, "step": step}, 0
                 else:
                     stale += 1
-            else:
+            elif step == total:  # without validation the last is best
                 best = {"score": None, "step": step}
             line["seconds"] = seconds + time.monotonic() - started
             loss_sum.zero_()

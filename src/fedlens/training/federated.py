@@ -8,13 +8,14 @@ in lens/merging.py, what the server does with the result in optim/server.py. All
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedlens.config import Config
 from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine import choose_engine
@@ -104,9 +105,9 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}
         run.save_checkpoint(round_, kept | algorithm.tensors(), state | ({} if score is None else {"score": score}))
 
-    last_save, reached = time.monotonic(), False
+    last_save = time.monotonic()
     with progress_bar(cfg.experiment, fed.rounds, round_, cfg.run.progress and ranks.first) as bar:
-        while round_ < fed.rounds and not reached and not (cfg.train.patience is not None and stale >= cfg.train.patience):
+        while round_ < fed.rounds and not enough(cfg, best, stale):
             began = time.monotonic()
             lr = learning_rate(cfg.optim, round_ / fed.rounds, 1 / fed.rounds)
 
@@ -177,7 +178,6 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
             score = None
             if round_ % fed.eval_every == 0 or round_ == fed.rounds:
                 best, stale, score = evaluate(bench, space, theta, line, best, stale, round_)
-                reached = fed.target_accuracy is not None and score is not None and score >= fed.target_accuracy
             line["round_seconds"] = time.monotonic() - began
             line["seconds"] = seconds + time.monotonic() - started
             if run:
@@ -231,12 +231,18 @@ def _own(update: Update) -> Update:
     return Update(update.client, update.samples, update.steps, update.delta.clone(), update.loss)
 
 
+def enough(cfg: Config, best: Mapping[str, Any], stale: int) -> bool:
+    """Patience is over or the target is reached: a function of what a checkpoint holds, so a resumed run stops where it would have."""
+    target, patience = cfg.federated.target_accuracy, cfg.train.patience
+    return (patience is not None and stale >= patience) or (target is not None and best["score"] is not None and best["score"] >= target)
+
+
 def evaluate(
     bench: Bench, space: ParamSpace, theta: Tensor, line: dict[str, Any], best: dict[str, Any], stale: int, round_: int
 ) -> tuple[dict[str, Any], int, float | None]:
     """Validation of θ into the line of metrics; the best so far, how long ago, and this score. Without validation the last is best."""
     if not len(bench.val):
-        return {"score": None, "step": round_}, stale, None
+        return {"score": None, "step": round_ if round_ == bench.config.federated.rounds else None}, stale, None
     space.write(bench.model, theta)
     line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
     score: float = line["val_accuracy"]
