@@ -220,7 +220,15 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
 
 @pytest.mark.parametrize("engine", ["sequential", "cohort"])
 def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str) -> None:
-    common = [*FAST, "data.val_fraction=0.1", "optim.batch_size=60", "optim.schedule=constant", "optim.weight_decay=0.01", "seed=2"]
+    common = [
+        *FAST,
+        "data.val_fraction=0.1",
+        "optim.batch_size=60",
+        "optim.lr=0.005",
+        "optim.schedule=constant",
+        "optim.weight_decay=0.01",
+        "seed=2",
+    ]
     central = fl.run([*common, "experiment=centralized", "train.epochs=1", f"run.dir={tmp_path / 'c'}"])
     one = [
         "federated.clients=1",
