@@ -20,11 +20,11 @@ class ParamSpace:
         """The parameters that train."""
         return cls({name: param.shape for name, param in model.named_parameters() if param.requires_grad})
 
-    def flatten(self, tensors: Mapping[str, Tensor] | Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    def flatten(self, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
         """[*lead, *shape] tensors, by name or in order -> [*lead, P]."""
         found = [tensors[name] for name in self.shapes] if isinstance(tensors, Mapping) else list(tensors)
         flat = [t.flatten(t.ndim - len(shape)) if shape else t.unsqueeze(-1) for t, shape in zip(found, self.shapes.values(), strict=True)]
-        return torch.cat(flat, dim=-1, out=out)
+        return torch.cat(flat, dim=-1)
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """[*lead, P] -> name -> [*lead, *shape], sharing memory."""

@@ -55,32 +55,6 @@ def sgd_step(
     return theta - (step if active is None else step * active), velocity
 
 
-def sgd_step_(
-    theta: Tensor, grad: Tensor, velocity: Tensor, rule: LocalRule, first: bool, anchor: Tensor | None = None, offset: Tensor | None = None
-) -> None:
-    """The same step for one model [P], in place on all three: as few passes over memory as torch's own."""
-    if rule.prox and anchor is not None:
-        grad.add_(theta, alpha=rule.prox).sub_(anchor, alpha=rule.prox)
-    scale = 1.0
-    if rule.clip_norm is not None:
-        scale = min(1.0, rule.clip_norm / (float(torch.linalg.vector_norm(grad)) + 1e-6))
-    if offset is not None or rule.weight_decay or rule.nesterov:
-        grad.mul_(scale)
-        scale = 1.0
-    if offset is not None:
-        grad.add_(offset)
-    if rule.weight_decay:
-        grad.add_(theta, alpha=rule.weight_decay)
-    if not rule.momentum:
-        theta.sub_(grad, alpha=rule.lr * scale)
-        return
-    if first:
-        torch.mul(grad, scale, out=velocity)
-    else:
-        velocity.mul_(rule.momentum).add_(grad, alpha=scale * (1 - rule.dampening))
-    theta.sub_(grad.add_(velocity, alpha=rule.momentum) if rule.nesterov else velocity, alpha=rule.lr)
-
-
 def effective_steps(steps: int, momentum: float) -> float:
     """How far `steps` steps of a constant unit gradient go, in units of lr: FedNova's ‖a‖₁ (Wang et al. 2020)."""
     if momentum == 0:
