@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,6 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.keep_last, self.keep_best = keep_last, keep_best
         self.checkpoints = path / "checkpoints"
-        self.after_write: Callable[[], None] = lambda: None
 
     # --- opening and closing -------------------------------------------------------------------------------------
 
@@ -170,7 +169,6 @@ class RunFolder:
                     raise UserError(f"run.dir: {final} cannot be written: {error}; what was saved before is intact") from None
                 raise
         self._prune()
-        self.after_write()
 
     def _steps(self) -> list[int]:
         return sorted(int(p.name.removeprefix("step-")) for p in self.checkpoints.glob("step-*"))
