@@ -148,10 +148,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         "best_epoch": best["step"] // steps_per_epoch,
         "steps": step,
         "images_per_second": step * cfg.optim.batch_size / elapsed,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in params),
-        "precision": bench.precision.name,
-        "device": str(device),
+        **bench.description(),
         "ridge": ridge,
     }
     run.finish(summary, model.state_dict())

@@ -214,10 +214,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         **counts,
         "engine": engine.name,
         "ranks": ranks.world,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": space.size,
-        "precision": bench.precision.name,
-        "device": str(device),
+        **bench.description(),
         "ridge": ridge,
     }
     run.finish(summary, model.state_dict())

@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,15 @@ class Bench:
                 right += (logits.argmax(1) == labels).sum()
         self.model.train(was_training)
         return float(loss) / len(bank), int(right) / len(bank)
+
+    def description(self) -> dict[str, Any]:
+        """What every summary says of its model and where it ran."""
+        return {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "precision": self.precision.name,
+            "device": str(self.device),
+        }
 
     def features(self, bank: ImageBank) -> Tensor:
         """[samples, dim] backbone features in eval mode, float32."""
