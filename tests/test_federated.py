@@ -78,6 +78,31 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict
 # --- engines -------------------------------------------------------------------------------------------------------
 
 
+def test_clients_side_by_side_on_two_cores_end_with_the_bits_of_one_core(fed_run: Callable[..., Any]) -> None:
+    one = fed_run("one", *UNEVEN, "federated.algorithm=scaffold")
+    torch.set_num_threads(2)
+    try:
+        two = fed_run("two", *UNEVEN, "federated.algorithm=scaffold")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert two.metrics[0]["clients"] % 2 or two.metrics[1]["clients"] % 2  # a last client alone, too
+    assert all(torch.equal(t, two.state[n]) for n, t in one.state.items())
+
+
+def test_an_abandoned_round_leaves_no_worker_running(bench: Bench) -> None:
+    torch.set_num_threads(2)
+    try:
+        engine = engines(bench)[0]
+        updates = engine.updates(engine.space.read(bench.model), some_work(bench), LocalRule(lr=0.01))
+        next(updates)
+        updates.close()  # type: ignore[attr-defined]
+        assert torch.get_num_threads() == 2
+        assert engine._pool is not None and engine._pool._work_queue.empty()
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold", "fednova"])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_cohort_equals_sequential(fed_run: Callable[..., Any], algorithm: str, uneven: bool) -> None:

@@ -1,7 +1,14 @@
-"""The readable oracle: one model, torch's own SGD, clients in turn. Also the engine for models that cannot be stacked."""
+"""The readable oracle: one model a client, torch's own SGD, clients in turn. Also the engine for models that cannot be stacked.
 
+On a CPU clients run side by side in threads, one core each: small products do not share cores well, whole clients do.
+"""
+
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -24,54 +31,104 @@ class Sequential:
     precision: Precision
     compile: bool = False
     name: str = "sequential"
-    forward: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forward = torch.compile(self.model) if self.compile else self.model
+    _models: list[nn.Module] = field(default_factory=list)  # one a worker
+    _pool: ThreadPoolExecutor | None = None  # its threads stay from round to round, and with them the memory that they have warm
 
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
-        self.model.train()
-        params = dict(self.model.named_parameters())
-        trained = [params[name] for name in self.space.shapes]
-        local = torch.empty_like(theta)
+        threads, parallel = torch.get_num_threads(), theta.device.type == "cpu" and not self.compile
+        count = min(threads, len(work)) if parallel else 1
+        python = Semaphore(max(1, count // 2))
+        workers = [self._worker(i, theta, python) for i in range(count)]
+
+        def train(k: int) -> Update:
+            if count > 1:
+                torch.set_num_threads(threads // count)
+            return workers[k % count].train(theta, work.part(slice(k, k + 1)), rule, offsets)
+
+        if count == 1:
+            yield from map(train, range(len(work)))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(threads)
+        running: deque[Future[Update]] = deque(self._pool.submit(train, k) for k in range(count))
+        try:
+            for k in range(count, count + len(work)):
+                yield running.popleft().result()
+                if k < len(work):  # the worker of client k has just been read out
+                    running.append(self._pool.submit(train, k))
+        finally:
+            wait(running)
+            torch.set_num_threads(threads)  # not every library keeps this number apart by thread
+
+    def _worker(self, number: int, theta: Tensor, python: Semaphore) -> "Worker":
+        while len(self._models) <= number:
+            shared = {id(p): p for n, p in self.model.named_parameters() if n not in self.space.shapes}
+            self._models.append(copy.deepcopy(self.model, shared) if self._models else self.model)
+        model = self._models[number].train()
+        params, local = dict(model.named_parameters()), torch.empty_like(theta)
         for name, view in self.space.views(local).items():
             params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
-        anchor, scale = list(self.space.views(theta).values()), self.precision.loss_scale
-        for k, client in enumerate(work.clients):
-            offset = None if offsets is None else list(self.space.views(offsets(client)).values())
-            local.copy_(theta)
-            optimizer = torch.optim.SGD(  # a new one: momentum starts at zero each round
-                trained,
-                lr=rule.lr,
-                momentum=rule.momentum,
-                dampening=rule.dampening,
-                nesterov=rule.nesterov,
-                weight_decay=rule.weight_decay,
-                fused=True,  # one pass over memory, which is what a step of a large model waits for
-            )
-            losses = torch.zeros((), dtype=torch.float64, device=theta.device)
-            steps = int(work.steps[k])
-            for j in range(steps):
-                images, labels = self.bank.batch(work.index[k, j])
-                inputs = self.pipeline(images, work.draws[k][j].to(theta.device))
-                keep = {} if work.keep is None else {"keep": work.keep[k, j].to(theta.device)}
-                with self.precision.autocast():
-                    loss = F.cross_entropy(self.forward(inputs, **keep).float(), labels, label_smoothing=rule.label_smoothing)
-                for param, grad in zip(trained, torch.autograd.grad(loss * scale, trained), strict=True):
-                    param.grad = grad if scale == 1 else grad / scale
-                if rule.prox:
-                    self._add(trained, [rule.prox * (p.detach() - a) for p, a in zip(trained, anchor, strict=True)])
-                if rule.clip_norm is not None:
-                    nn.utils.clip_grad_norm_(trained, rule.clip_norm)
-                if offset is not None:
-                    self._add(trained, offset)
-                optimizer.step()
-                losses += loss.detach()
-            optimizer.zero_grad(set_to_none=True)
-            yield Update(client, int(work.samples[k]), steps, local - theta, (losses / steps).float())
+        forward = torch.compile(model) if self.compile else model
+        return Worker(self, forward, [params[name] for name in self.space.shapes], local, python)
 
-    @staticmethod
-    def _add(params: list[nn.Parameter], more: list[Tensor]) -> None:
-        for param, extra in zip(params, more, strict=True):
+
+@dataclass
+class Worker:
+    """One model and the vector that its parameters live in.
+
+    `python` admits half of the workers to what needs the interpreter, while the others are in backward passes, which do not:
+    without it they would wake each other at every operation.
+    """
+
+    engine: Sequential
+    forward: Callable[..., Any]
+    trained: list[nn.Parameter]
+    local: Tensor  # [P]
+    python: Semaphore
+
+    def train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
+        """The local steps of one client."""
+        (client,), steps, space = work.clients, int(work.steps[0]), self.engine.space
+        anchor, scale = list(space.views(theta).values()), self.engine.precision.loss_scale
+        offset = None if offsets is None else list(space.views(offsets(client)).values())
+        self.local.copy_(theta)
+        optimizer = torch.optim.SGD(  # a new one: momentum starts at zero each round
+            self.trained,
+            lr=rule.lr,
+            momentum=rule.momentum,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            weight_decay=rule.weight_decay,
+            fused=True,  # one pass over memory, which is what a step of a large model waits for
+        )
+        losses = torch.zeros((), dtype=torch.float64, device=theta.device)
+        for j in range(steps):
+            with self.python:
+                loss = self.loss(work, j, rule.label_smoothing)
+            grads = torch.autograd.grad(loss * scale, self.trained)
+            for param, grad in zip(self.trained, grads, strict=True):
+                param.grad = grad if scale == 1 else grad / scale
+            if rule.prox:
+                self._add([rule.prox * (p.detach() - a) for p, a in zip(self.trained, anchor, strict=True)])
+            if rule.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.trained, rule.clip_norm)
+            if offset is not None:
+                self._add(offset)
+            optimizer.step()
+            losses += loss.detach()
+            optimizer.zero_grad(set_to_none=True)  # before the next backward pass makes new ones
+            del grads, grad
+        return Update(client, int(work.samples[0]), steps, self.local.sub_(theta), (losses / steps).float())
+
+    def loss(self, work: Work, step: int, smoothing: float) -> Tensor:
+        engine, device = self.engine, self.local.device
+        images, labels = engine.bank.batch(work.index[0, step])
+        inputs = engine.pipeline(images, work.draws[0][step].to(device))
+        keep = {} if work.keep is None else {"keep": work.keep[0, step].to(device)}
+        with engine.precision.autocast():
+            return F.cross_entropy(self.forward(inputs, **keep).float(), labels, label_smoothing=smoothing)
+
+    def _add(self, more: list[Tensor]) -> None:
+        for param, extra in zip(self.trained, more, strict=True):
             assert param.grad is not None
             param.grad.add_(extra)
