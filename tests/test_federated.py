@@ -278,7 +278,9 @@ def test_a_server_rate_of_zero_leaves_the_model(fed_run: Callable[..., Any]) -> 
 def test_equal_updates_merge_to_themselves_under_every_rule(clients: int, seed: int, rule: str) -> None:
     g = torch.Generator().manual_seed(seed)
     delta, weights = torch.randn(17, generator=g), torch.rand(clients, generator=g) + 0.1
-    assert torch.allclose(RULES[rule](delta.expand(clients, -1).clone(), weights, trim=0.2), delta, atol=1e-5)
+    nothing_cut = {"density": 1.0, "drop": 0.0, "top": 0.0, "bottom": 0.0, "fishers": torch.rand(clients, 17, generator=g)}
+    merged = RULES[rule](delta.expand(clients, -1).clone(), weights, trim=0.2, **nothing_cut)
+    assert torch.allclose(merged, clients * delta if rule == "sum" else delta, atol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)

@@ -12,19 +12,45 @@ _HOME = {  # public name -> where it lives
     "load_dataset": "fedlens.data.dataset",
     "partition": "fedlens.data.partition",
     "create_model": "fedlens.models",
+    "SparseSGDM": "fedlens.optim.sparse_sgdm",
+    "sensitivity": "fedlens.lens.sensitivity",
+    "calibrate_mask": "fedlens.lens.masks",
+    "Mask": "fedlens.lens.masks",
+    "TaskVector": "fedlens.lens.task_vectors",
+    "merge": "fedlens.lens.merging",
     "ridge_statistics": "fedlens.models.heads",
     "ridge_head": "fedlens.models.heads",
     "run": "fedlens.training.execute",
     "load_run": "fedlens.training.execute",
     "Run": "fedlens.training.execute",
 }
-__all__ = ["Run", "create_model", "load_dataset", "load_run", "partition", "ridge_head", "ridge_statistics", "run"]
+__all__ = [
+    "Mask",
+    "Run",
+    "SparseSGDM",
+    "TaskVector",
+    "calibrate_mask",
+    "create_model",
+    "load_dataset",
+    "load_run",
+    "merge",
+    "partition",
+    "ridge_head",
+    "ridge_statistics",
+    "run",
+    "sensitivity",
+]
 
 if TYPE_CHECKING:
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import partition
+    from fedlens.lens.masks import Mask, calibrate_mask
+    from fedlens.lens.merging import merge
+    from fedlens.lens.sensitivity import sensitivity
+    from fedlens.lens.task_vectors import TaskVector
     from fedlens.models import create_model
     from fedlens.models.heads import ridge_head, ridge_statistics
+    from fedlens.optim.sparse_sgdm import SparseSGDM
     from fedlens.training.execute import Run, load_run, run
 
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
 from fedlens.optim.schedules import SCHEDULES
 
@@ -92,6 +93,8 @@ class FederatedConfig:
     dropout_rate: float = 0.0  # of sampled clients that never answer
     straggler_rate: float = 0.0  # of clients that do fewer steps
     client_metrics: bool = False  # loss and update norm of every client in every round
+    client_vectors: bool = False  # keep what each client has added to the model, so that it can be subtracted (fedlens arith forget)
+    exclude: list[int] = field(default_factory=list)  # clients that never take part: retraining without them
 
 
 @dataclass
@@ -102,9 +105,30 @@ class ServerConfig:
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3  # adaptivity of FedAdam, FedYogi, FedAdagrad
-    merge: str = "mean"  # mean | median | trimmed_mean | clipped_mean
+    merge: str = "mean"  # a rule of lens/merging.py
     trim: float = 0.1  # of trimmed_mean
     clip_norm: float | None = None  # of clipped_mean; null: the cohort's median norm
+    ties_density: float = 0.2  # of ties: the fraction of each update that is kept
+    drop: float = 0.5  # of dare: the probability that an entry is dropped
+    top: float = 0.01  # of breadcrumbs: the fractions of each tensor that are cut off
+    bottom: float = 0.85
+    fisher_samples: int = 64  # of fisher: images that a client scores its sensitivities on
+
+
+@dataclass
+class MaskConfig:
+    """Which coordinates may move. All strategies: exactly round(density · eligible) of them."""
+
+    strategy: str | None = None  # null: all of them (dense) | least_sensitive | most_sensitive | … (lens/masks.py)
+    density: float = 0.1  # the fraction that trains; on the command line `sparsity=0.9` is the same
+    rounds: int = 4  # of calibration: scoring, rejecting, scoring again
+    soft: float = 0.01  # what rejected weights are multiplied by while the next round scores
+    scope: str = "central"  # central: scores on the validation set | federated: on the clients' data, summed
+    labels_from: str = "model"  # model | data | exact
+    score: str = "log_prob"  # log_prob | logit
+    samples: int | None = None  # images to score on, in all or of each client; null: all
+    path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
+    like: str | None = None  # of random_layerwise: the mask whose densities it takes; null: least_sensitive's
 
 
 @dataclass
@@ -130,11 +154,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    mask: MaskConfig = field(default_factory=MaskConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
 GROUPS = ("experiment", "data", "model")
+SCORED = ("least_sensitive", "most_sensitive", "random_layerwise")  # strategies that look at images
 
 Check = tuple[str, Callable[[Any], bool], str]
 
@@ -184,6 +210,7 @@ CHECKS: list[Check] = [
     ("federated.eval_every", lambda v: v >= 1, ">= 1"),
     ("federated.target_accuracy", lambda v: v is None or 0 < v <= 1, "0 < target_accuracy <= 1 or null"),
     ("federated.dropout_rate", lambda v: 0 <= v < 1, "0 <= dropout_rate < 1"),
+    ("federated.exclude", lambda v: all(k >= 0 for k in v) and len(set(v)) == len(v), "clients by number, each once"),
     ("federated.straggler_rate", lambda v: 0 <= v <= 1, "0 to 1"),
     ("server.optimizer", *_one_of("sgd", "momentum", "adam", "yogi", "adagrad")),
     ("server.lr", lambda v: 0 <= v < float("inf"), ">= 0"),
@@ -194,6 +221,19 @@ CHECKS: list[Check] = [
     ("server.merge", lambda v: v in RULES, " | ".join(RULES)),
     ("server.trim", lambda v: 0 <= v < 0.5, "0 <= trim < 0.5"),
     ("server.clip_norm", lambda v: v is None or v > 0, "> 0 or null"),
+    ("server.ties_density", lambda v: 0 < v <= 1, "0 < ties_density <= 1"),
+    ("server.drop", lambda v: 0 <= v < 1, "0 <= drop < 1"),
+    ("server.top", lambda v: 0 <= v < 1, "0 <= top < 1"),
+    ("server.bottom", lambda v: 0 <= v < 1, "0 <= bottom < 1"),
+    ("server.fisher_samples", lambda v: v >= 1, ">= 1"),
+    ("mask.strategy", lambda v: v is None or v in STRATEGIES, " | ".join(STRATEGIES)),
+    ("mask.density", lambda v: 0 < v <= 1, "0 < density <= 1 (sparsity is 1 - density)"),
+    ("mask.rounds", lambda v: v >= 1, ">= 1"),
+    ("mask.soft", lambda v: 0 <= v <= 1, "0 to 1"),
+    ("mask.scope", *_one_of("central", "federated")),
+    ("mask.labels_from", *_one_of("model", "data", "exact")),
+    ("mask.score", *_one_of("log_prob", "logit")),
+    ("mask.samples", lambda v: v is None or v >= 1, ">= 1 or null"),
     ("run.if_exists", *_one_of("error", "resume")),
     ("run.keep_last", lambda v: v >= 1, ">= 1"),
     ("run.keep_best", lambda v: v >= 1, ">= 1"),
@@ -216,6 +256,19 @@ def validate(config: Config) -> Config:
         raise UserError("train.patience: early stopping needs a validation set, but data.val_fraction is 0")
     if config.head == "ridge" and config.data.val_fraction == 0:
         raise UserError("head: ridge chooses its lambda on a validation set, but data.val_fraction is 0")
+    if config.mask.strategy and not config.mask.path:
+        if config.mask.scope == "central" and config.data.val_fraction == 0 and config.mask.strategy in SCORED:
+            raise UserError("mask.scope: central scores on a validation set, but data.val_fraction is 0")
+        if config.mask.scope == "federated" and not config.experiment.startswith("fed"):
+            raise UserError(f"mask.scope: federated given, allowed is central for {config.experiment}, which has no clients")
+    if config.mask.path and not config.mask.strategy:
+        raise UserError("mask.path: a mask is given but mask.strategy is null (dense); name the strategy that it came from")
+    if config.federated.client_vectors and (config.server.optimizer, config.server.merge) != ("sgd", "mean"):
+        raise UserError("federated.client_vectors: what a client added is defined for server.optimizer=sgd and server.merge=mean only")
+    if gone := [k for k in config.federated.exclude if k >= config.federated.clients]:
+        raise bad_value("federated.exclude", gone[0], f"below federated.clients, {config.federated.clients}")
+    if config.server.merge == "breadcrumbs" and config.server.top + config.server.bottom >= 1:
+        raise bad_value("server.bottom", config.server.bottom, f"below 1 - server.top, {1 - config.server.top:g}")
     if config.model.freeze_head and config.model.freeze_backbone:
         raise UserError("model.freeze_head: with model.freeze_backbone nothing is left to train")
     return config
@@ -241,7 +294,8 @@ def choices(group: str) -> list[str]:
 def normalise(overrides: Sequence[str]) -> list[str]:
     """Check each override's key before Hydra sees it, and spell out our shorthands.
 
-    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts.
+    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts; `sparsity=0.9` (or
+    `mask.sparsity`) is `mask.density=0.1`, for every strategy alike, in sweeps too.
     """
     keys = set(known_keys())
     done: list[str] = []
@@ -250,6 +304,8 @@ def normalise(overrides: Sequence[str]) -> list[str]:
         if name in ("model", "data") and value.startswith(("timm:", "hf:")):
             done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name='{value}'"]
             continue
+        if name in ("sparsity", "mask.sparsity", "density"):
+            text = f"mask.density={value if name == 'density' else _densities(text, value)}"
         try:
             parsed = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -264,6 +320,13 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             raise unknown("key", key, keys)
         done.append(text)
     return done
+
+
+def _densities(text: str, value: str) -> str:
+    try:
+        return ",".join(repr(round(1 - float(v), 12)) for v in value.split(","))
+    except ValueError:
+        raise UserError(f"override: {text!r} given, allowed is a number below 1, the fraction that does not train") from None
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -11,7 +11,6 @@ from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import Engine
 from fedlens.errors import UserError
 from fedlens.lens.space import ParamSpace
-from fedlens.models.vit import ViT
 from fedlens.precision import Precision
 
 log = logging.getLogger("fedlens")
@@ -23,7 +22,7 @@ def choose_engine(config: Config, model: nn.Module, space: ParamSpace, bank: Ima
     The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
     depend on a timing.
     """
-    wanted, stackable = config.federated.engine, isinstance(model, ViT)
+    wanted, stackable = config.federated.engine, getattr(model, "client_axis", False)
     if wanted == "cohort" and not stackable:
         raise UserError(
             f"federated.engine: cohort needs a model with a client axis, {config.model.name} has none; allowed is auto | sequential"

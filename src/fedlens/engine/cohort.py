@@ -1,7 +1,8 @@
 """The cohort engine: all clients of a round as one batched computation.
 
 Parameters are stacked on a client axis, Θ [clients, P]; every Linear is one batched product over the clients, attention runs
-over clients × images, and one fused update moves all clients. What does not train is not stacked: it is shared.
+over clients × images, and one fused update moves all clients. What does not train is not stacked: it is shared. Under a mask,
+tensors without active entries are such, and of the others only the active entries move and come back.
 """
 
 import copy
@@ -45,7 +46,7 @@ class Cohort:
 
     def __post_init__(self) -> None:
         if self.chunk is None and self.precision.device.type == "cpu":
-            self.chunk = max(1, CPU_NUMBERS // self.space.size)
+            self.chunk = max(1, CPU_NUMBERS // self.space.dense_size)
         self._network, self._transform, self._step = self.model, transform, sgd_step
         if self.compile:
             self._network = copy.deepcopy(self.model)  # evaluation goes on with the plain blocks
@@ -76,11 +77,16 @@ class Cohort:
 
     def _train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> tuple[Tensor, Tensor]:
         """J local steps of every client: (Δ [clients, P], mean loss [clients])."""
-        clients, device, scale = len(work), theta.device, self.precision.loss_scale
-        local = theta.expand(clients, -1).clone()  # [clients, P]
+        clients, device, scale, mask = len(work), theta.device, self.precision.loss_scale, self.space.mask()
+        start = theta if mask is None else self.space.expand(theta, self.space.dense(self.model))  # whole tensors
+        local = start.expand(clients, -1).clone()  # [clients, dense]
         velocity = torch.zeros_like(local) if rule.momentum else local[:, :0]
-        offset = None if offsets is None else torch.stack([offsets(client) for client in work.clients])
-        anchor = theta if rule.prox else None
+        offset = (
+            None
+            if offsets is None
+            else torch.stack([self.space.expand(offsets(client), torch.zeros_like(start)) for client in work.clients])
+        )
+        anchor = start if rule.prox else None
         index, draws, steps = work.index.to(device), work.draws.to(device), work.steps.to(device)
         uneven = bool((work.steps != work.steps[0]).any())
         losses = torch.zeros(clients, dtype=torch.float64, device=device)
@@ -95,11 +101,13 @@ class Cohort:
                 logits = functional_call(self._network, {**shared, **params}, (inputs,), {"keep": keep})  # [clients, batch, classes]
                 loss = client_losses(logits, labels, rule.label_smoothing)
             grads = torch.autograd.grad(loss.sum() * scale, list(params.values()))
-            grad = self.space.flatten(grads)  # [clients, P]
+            grad = self.space.flatten(grads)  # [clients, dense]
+            del grads
             active = (steps > j).to(local.dtype).unsqueeze(1) if uneven else None
-            local, velocity = self._step(local, grad if scale == 1 else grad / scale, velocity, lr, fixed, j == 0, anchor, offset, active)
+            grad = grad if scale == 1 else grad / scale
+            local, velocity = self._step(local, grad, velocity, lr, fixed, j == 0, anchor, offset, active, mask)
             losses += loss.detach() * (steps > j)
-        return local - theta, (losses / steps).float()
+        return self.space.compact(local - start), (losses / steps).float()
 
 
 def client_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

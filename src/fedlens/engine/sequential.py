@@ -1,4 +1,4 @@
-"""The readable oracle: one model a client, torch's own SGD, clients in turn. Also the engine for models that cannot be stacked.
+"""The readable oracle: one model a client, torch's own SGD (SparseSGDM under a mask), clients in turn. Also the engine for models that cannot be stacked.
 
 On a CPU clients run side by side in threads, one core each: small products do not share cores well, whole clients do.
 """
@@ -19,6 +19,7 @@ from fedlens.data.batches import ImageBank, Pipeline
 from fedlens.engine.work import Offsets, Update, Work
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
+from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.precision import Precision
 
 
@@ -38,12 +39,15 @@ class Sequential:
         threads, parallel = torch.get_num_threads(), theta.device.type == "cpu" and not self.compile
         count = min(threads, len(work)) if parallel else 1
         python = Semaphore(max(1, count // 2))
-        workers = [self._worker(i, theta, python) for i in range(count)]
+        start = self.space.expand(theta, self.space.dense(self.model))  # whole tensors
+        mask = self.space.mask()
+        masks = None if mask is None else [m.bool() for m in self.space.views(mask).values()]
+        workers = [self._worker(i, start, masks, python) for i in range(count)]
 
         def train(k: int) -> Update:
             if count > 1:
                 torch.set_num_threads(threads // count)
-            return workers[k % count].train(theta, work.part(slice(k, k + 1)), rule, offsets)
+            return workers[k % count].train(start, work.part(slice(k, k + 1)), rule, offsets)
 
         if count == 1:
             yield from map(train, range(len(work)))
@@ -60,16 +64,16 @@ class Sequential:
             wait(running)
             torch.set_num_threads(threads)  # not every library keeps this number apart by thread
 
-    def _worker(self, number: int, theta: Tensor, python: Semaphore) -> "Worker":
+    def _worker(self, number: int, start: Tensor, masks: list[Tensor] | None, python: Semaphore) -> "Worker":
         while len(self._models) <= number:
             shared = {id(p): p for n, p in self.model.named_parameters() if n not in self.space.shapes}
             self._models.append(copy.deepcopy(self.model, shared) if self._models else self.model)
         model = self._models[number].train()
-        params, local = dict(model.named_parameters()), torch.empty_like(theta)
+        params, local = dict(model.named_parameters()), torch.empty_like(start)
         for name, view in self.space.views(local).items():
             params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
         forward = torch.compile(model) if self.compile else model
-        return Worker(self, forward, [params[name] for name in self.space.shapes], local, python)
+        return Worker(self, forward, [params[name] for name in self.space.shapes], masks, local, python)
 
 
 @dataclass
@@ -83,25 +87,20 @@ class Worker:
     engine: Sequential
     forward: Callable[..., Any]
     trained: list[nn.Parameter]
-    local: Tensor  # [P]
+    masks: list[Tensor] | None
+    local: Tensor  # [dense]
     python: Semaphore
 
-    def train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
-        """The local steps of one client."""
+    def train(self, start: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
+        """The local steps of one client, from whole tensors [dense]."""
         (client,), steps, space = work.clients, int(work.steps[0]), self.engine.space
-        anchor, scale = list(space.views(theta).values()), self.engine.precision.loss_scale
-        offset = None if offsets is None else list(space.views(offsets(client)).values())
-        self.local.copy_(theta)
-        optimizer = torch.optim.SGD(  # a new one: momentum starts at zero each round
-            self.trained,
-            lr=rule.lr,
-            momentum=rule.momentum,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            weight_decay=rule.weight_decay,
-            fused=True,  # one pass over memory, which is what a step of a large model waits for
-        )
-        losses = torch.zeros((), dtype=torch.float64, device=theta.device)
+        anchor, scale = list(space.views(start).values()), self.engine.precision.loss_scale
+        offset = None
+        if offsets is not None:
+            offset = list(space.views(space.expand(offsets(client), torch.zeros_like(start))).values())
+        self.local.copy_(start)
+        optimizer = self.optimizer(rule)  # a new one: momentum starts at zero each round
+        losses = torch.zeros((), dtype=torch.float64, device=start.device)
         for j in range(steps):
             with self.python:
                 loss = self.loss(work, j, rule.label_smoothing)
@@ -111,14 +110,23 @@ class Worker:
             if rule.prox:
                 self._add([rule.prox * (p.detach() - a) for p, a in zip(self.trained, anchor, strict=True)])
             if rule.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.trained, rule.clip_norm)
+                if isinstance(optimizer, SparseSGDM):
+                    optimizer.clip_grad_norm_(rule.clip_norm)  # what may move counts
+                else:
+                    nn.utils.clip_grad_norm_(self.trained, rule.clip_norm)
             if offset is not None:
                 self._add(offset)
             optimizer.step()
             losses += loss.detach()
             optimizer.zero_grad(set_to_none=True)  # before the next backward pass makes new ones
             del grads, grad
-        return Update(client, int(work.samples[0]), steps, self.local.sub_(theta), (losses / steps).float())
+        return Update(client, int(work.samples[0]), steps, space.compact(self.local.sub_(start)), (losses / steps).float())
+
+    def optimizer(self, rule: LocalRule) -> torch.optim.Optimizer:
+        options = {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}
+        if self.masks is not None:
+            return SparseSGDM(self.trained, **options, masks=self.masks)
+        return torch.optim.SGD(self.trained, **options, fused=True)  # one pass over memory, which is what a large model waits for
 
     def loss(self, work: Work, step: int, smoothing: float) -> Tensor:
         engine, device = self.engine, self.local.device

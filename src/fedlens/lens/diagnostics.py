@@ -15,6 +15,7 @@ class RoundSums:
     weight: float = 0.0  # Σ w_k
     weighted_norms: float = 0.0  # Σ w_k ‖Δ_k‖
     norms: float = 0.0  # Σ ‖Δ_k‖
+    mass: float = 0.0  # Σ w_k ‖Δ_k‖₁
     loss: float = 0.0  # Σ w_k · training loss
     count: int = 0
 
@@ -26,6 +27,7 @@ class RoundSums:
         self.weight += weight
         self.weighted_norms += weight * norm
         self.norms += norm
+        self.mass += weight * float(delta.abs().sum())
         self.loss += weight * loss
         self.count += 1
 
@@ -34,7 +36,8 @@ class RoundSums:
         return self.total / self.weight
 
     def metrics(self) -> dict[str, float]:
-        """train_loss; client_norm, the mean ‖Δ_k‖; drift_ratio ‖mean Δ‖ / mean ‖Δ‖ (1: all agree); mean pairwise cosine."""
+        """train_loss; client_norm, the mean ‖Δ_k‖; drift_ratio ‖mean Δ‖ / mean ‖Δ‖ (1: all agree); mean pairwise cosine;
+        sign_conflict, the share of |Δ| that pulls against the sign that its coordinate elects (0 to 1/2)."""
         if self.total is None or self.directions is None:
             return {}
         # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
@@ -46,4 +49,5 @@ class RoundSums:
             "client_norm": self.norms / self.count,
             "drift_ratio": float(torch.linalg.vector_norm(self.total)) / apart if self.weighted_norms else 1.0,
             "cosine": cosine,
+            "sign_conflict": (1 - float(self.total.abs().sum()) / self.mass) / 2 if self.mass else 0.0,
         }

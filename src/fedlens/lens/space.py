@@ -8,17 +8,49 @@ from torch import Tensor, nn
 
 
 class ParamSpace:
-    """Names and shapes of P coordinates in a fixed order. A model is a point [P], a cohort a matrix [clients, P]."""
+    """Names and shapes of tensors in a fixed order. A model is a point [P], a cohort a matrix [clients, P].
 
-    def __init__(self, shapes: Mapping[str, Iterable[int]]) -> None:
+    Under a mask the points are [k]: the active coordinates, all that moves and all that travels. `flatten` and `views` still speak
+    of whole tensors ("dense"); `compact` and `expand` go between the two.
+    """
+
+    def __init__(self, shapes: Mapping[str, Iterable[int]], active: Tensor | None = None) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.sizes = [prod(shape) for shape in self.shapes.values()]
-        self.size = sum(self.sizes)
+        self.dense_size = sum(self.sizes)
+        self.active = active  # [k] positions in the dense vector, ascending; None: all
+        self.size = self.dense_size if active is None else len(active)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ParamSpace":
-        """The parameters that train."""
-        return cls({name: param.shape for name, param in model.named_parameters() if param.requires_grad})
+    def of(cls, model: nn.Module, mask: Mapping[str, Tensor] | None = None) -> "ParamSpace":
+        """The parameters that train; with a mask (name -> bool) those of its coordinates that may move."""
+        shapes = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
+        if mask is None:
+            return cls(shapes)
+        where = torch.cat([mask[name].flatten() for name in shapes])
+        return cls(shapes, where.to(next(model.parameters()).device).nonzero().squeeze(1))
+
+    def compact(self, dense: Tensor) -> Tensor:
+        """[*lead, dense] -> [*lead, P]."""
+        return dense if self.active is None else dense.index_select(-1, self.active)
+
+    def expand(self, vector: Tensor, base: Tensor) -> Tensor:
+        """[P] -> dense, with `base` [dense] where nothing may move."""
+        return vector if self.active is None else base.index_copy(-1, self.active, vector)
+
+    def active_sizes(self) -> list[int]:
+        """Of the P coordinates, how many lie in each tensor."""
+        if self.active is None:
+            return self.sizes
+        ends = torch.tensor(self.sizes, device=self.active.device).cumsum(0)
+        upto = torch.searchsorted(self.active, ends)  # active coordinates before the end of each tensor
+        return torch.diff(upto, prepend=upto.new_zeros(1)).tolist()
+
+    def mask(self) -> Tensor | None:
+        """1 where a coordinate may move, 0 elsewhere: [dense] float; None: everywhere."""
+        if self.active is None:
+            return None
+        return torch.zeros(self.dense_size, device=self.active.device).index_fill_(0, self.active, 1.0)
 
     def flatten(self, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
         """[*lead, *shape] tensors, by name or in order -> [*lead, P]."""
@@ -29,14 +61,19 @@ class ParamSpace:
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """[*lead, P] -> name -> [*lead, *shape], sharing memory."""
         parts = torch.split(vector, self.sizes, dim=-1)
-        return {name: part.view(*vector.shape[:-1], *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return {name: part.view((*vector.shape[:-1], *shape)) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def read(self, model: nn.Module) -> Tensor:
+    def dense(self, model: nn.Module) -> Tensor:
+        """The model's tensors as one dense vector."""
         params = dict(model.named_parameters())
         return self.flatten({name: params[name].detach() for name in self.shapes})
 
+    def read(self, model: nn.Module) -> Tensor:
+        return self.compact(self.dense(model))
+
     def write(self, model: nn.Module, vector: Tensor) -> None:
         params = dict(model.named_parameters())
+        whole = vector if self.active is None else self.expand(vector, self.dense(model))
         with torch.no_grad():
-            for name, view in self.views(vector).items():
+            for name, view in self.views(whole).items():
                 params[name].copy_(view)

@@ -24,8 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlens.errors import UserError
+from fedlens.lens.masks import Mask
+from fedlens.lens.space import ParamSpace
+from fedlens.lens.task_vectors import TaskVector
 
 log = logging.getLogger("fedlens")
+MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
 
 
 @contextmanager
@@ -138,12 +142,30 @@ class RunFolder:
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
 
+    def keep_start(self, model: Mapping[str, Tensor], mask: Mask | None) -> None:
+        """θ₀, which task vectors start from, and the mask: written before the first step."""
+        self._save_tensors(START_FILE, model)
+        if mask is not None:
+            with disk_errors(self.path / MASK_FILE):
+                mask.save(self.path / MASK_FILE)
+
+    def keep_client_vectors(self, vectors: Mapping[int, Tensor], space: ParamSpace) -> None:
+        """What each client added to the final model, as one task vector a client."""
+        folder = self.path / CLIENTS_FOLDER
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            for client, vector in vectors.items():
+                TaskVector(space, vector).save(folder / f"{client}.safetensors")
+
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
-        part = self.path / "model.safetensors.part"
-        with disk_errors(self.path / "model.safetensors"):
-            save_file(_cpu(model), part)
-            os.replace(part, self.path / "model.safetensors")
+        self._save_tensors(MODEL_FILE, model)
         write_json(self.path / "summary.json", summary)
+
+    def _save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        part = self.path / f"{name}.part"
+        with disk_errors(self.path / name):
+            save_file(_cpu(tensors), part)
+            os.replace(part, self.path / name)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -255,8 +277,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_model(path: Path) -> dict[str, Tensor]:
-    file = path / "model.safetensors"
+def read_model(path: Path, name: str = MODEL_FILE) -> dict[str, Tensor]:
+    file = path / name
     if not file.is_file():
         raise UserError(f"run: {path} is not finished, so it has no final model yet; go on with it: fedlens resume {path}")
     return load_file(file)

@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedlens.config import Config
 from fedlens.data.batches import Draws, ImageBank, batch_indices
 from fedlens.errors import UserError
+from fedlens.lens.masks import Mask
+from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import RunFolder
+from fedlens.runs.store import MASK_FILE, RunFolder
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
 from fedlens.training.setup import Bench, learning_rate
+from fedlens.training.sparse import make_mask, masked_space
 
 log = logging.getLogger("fedlens")
 FINITE_CHECK = 50  # steps between looks at the loss: each look waits for the device
@@ -29,33 +33,32 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     started = time.monotonic()
     steps_per_epoch = -(-len(bench.train) // cfg.optim.batch_size)
     total = cfg.train.epochs * steps_per_epoch
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(
-        params,
-        lr=cfg.optim.lr,
-        momentum=cfg.optim.momentum,
-        dampening=cfg.optim.dampening,
-        nesterov=cfg.optim.nesterov,
-        weight_decay=cfg.optim.weight_decay,
-    )
     scaler = bench.precision.scaler()
     forward = torch.compile(model) if cfg.train.compile else model
 
     # --- where we are: at the start, or where the last sound checkpoint was written
     step, seconds, loss_sum = 0, 0.0, torch.zeros((), dtype=torch.float64, device=device)
     best: dict[str, Any] = {"score": None, "step": None}
-    stale, ridge = 0, None  # evaluations since the best; what chose the head
+    stale, ridge, mask, facts = 0, None, None, None  # evaluations since the best; what chose the head, and the mask
     saved = run.latest_checkpoint()
+    if saved is None:
+        if cfg.head == "ridge":  # step 0
+            choice = bench.fit_ridge_head()
+            ridge = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
+        if cfg.mask.strategy:  # step 1
+            mask, facts = make_mask(bench, [])
+        run.keep_start(model.state_dict(), mask)
+    elif saved.state["mask"]:
+        mask = Mask.load(run.path / MASK_FILE)
+    masked_space(bench, mask)
+    optimizer = make_optimizer(model, cfg, mask)
     if saved is not None:
         load_state(model, optimizer, saved.tensors)
         scaler.load_state_dict(saved.state["scaler"])
-        step, seconds, stale, ridge = saved.step, saved.state["seconds"], saved.state["stale"], saved.state["ridge"]
+        step, seconds, stale, ridge, facts = saved.step, *(saved.state[key] for key in ("seconds", "stale", "ridge", "mask"))
         best = {"score": saved.state["best_score"], "step": saved.state["best_step"]}
         loss_sum.fill_(saved.state["loss_sum"])
         log.info("resuming at step %d of %d", step, total)
-    elif cfg.head == "ridge":
-        choice = bench.fit_ridge_head()
-        ridge = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
     run.rewind_metrics(step)
 
     def save(score: float | None = None) -> None:
@@ -66,6 +69,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             "loss_sum": float(loss_sum),
             "stale": stale,
             "ridge": ridge,
+            "mask": facts,
             "best_score": best["score"],
             "best_step": best["step"],
             "scaler": scaler.state_dict(),
@@ -93,7 +97,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             torch.autograd.backward(scaler.scale(loss))
             if cfg.optim.clip_norm is not None:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(params, cfg.optim.clip_norm)
+                clip_gradients(model, optimizer, cfg.optim.clip_norm)
             scaler.step(optimizer)
             scaler.update()
             loss_sum += loss.detach()
@@ -150,11 +154,36 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         "images_per_second": step * cfg.optim.batch_size / elapsed,
         **bench.description(),
         "ridge": ridge,
+        "mask": facts,
     }
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
     log.info("test accuracy %.2f %% (best epoch %d, %.0f s)", 100 * test_accuracy, summary["best_epoch"], elapsed)
     return summary
+
+
+def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.optim.Optimizer:
+    """SGD with momentum over what trains; under a mask SparseSGDM, which leaves the rest bit for bit."""
+    o = cfg.optim
+    options: dict[str, Any] = {
+        "lr": o.lr,
+        "momentum": o.momentum,
+        "dampening": o.dampening,
+        "nesterov": o.nesterov,
+        "weight_decay": o.weight_decay,
+    }
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if mask is not None:
+        return SparseSGDM(trained, **options, masks=mask)
+    return torch.optim.SGD([param for _, param in trained], **options)
+
+
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, norm: float) -> None:
+    """To this norm over the coordinates that may move."""
+    if isinstance(optimizer, SparseSGDM):
+        optimizer.clip_grad_norm_(norm)
+    else:
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], norm)
 
 
 def training_batch(bench: Bench, bank: ImageBank, index: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ from torch import Tensor
 from fedlens.config import Config, compose, from_file, identity, to_yaml
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError
-from fedlens.runs.store import RunFolder, read_metrics, read_model
+from fedlens.lens.masks import Mask
+from fedlens.lens.task_vectors import TaskVector
+from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
 from fedlens.runs.trackers import Trackers
 from fedlens.training import centralized, federated
 from fedlens.training.setup import environment, set_up
@@ -55,6 +57,28 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """name -> tensor of the final model: the one that met the test set."""
         return read_model(self.path)
+
+    @property
+    def start(self) -> dict[str, Tensor]:
+        """name -> tensor of θ₀: the pretrained point with its head, before the first step."""
+        return read_model(self.path, START_FILE)
+
+    @property
+    def mask(self) -> Mask | None:
+        """What was allowed to move; None: everything."""
+        file = self.path / MASK_FILE
+        return Mask.load(file) if file.is_file() else None
+
+    def task_vector(self) -> TaskVector:
+        """τ = θ_T − θ₀: what the run learned."""
+        return TaskVector.between(self.start, self.state)
+
+    def client_vectors(self) -> dict[int, TaskVector]:
+        """With federated.client_vectors: what each client added to the final model."""
+        files = {int(file.stem): file for file in (self.path / CLIENTS_FOLDER).glob("*.safetensors")}
+        if not files:
+            raise UserError(f"run: {self.path} kept no client vectors; run it with federated.client_vectors=true")
+        return {client: TaskVector.load(files[client]) for client in sorted(files)}
 
     def resume(self) -> "Run":
         """Go on from the last sound checkpoint; a finished run is left as it is."""

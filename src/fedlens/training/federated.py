@@ -9,6 +9,7 @@ in lens/merging.py, what the server does with the result in optim/server.py. All
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,19 @@ from fedlens.engine.ranks import Ranks
 from fedlens.engine.work import Update, plan_round, sample_cohort, survives
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.masks import Mask
 from fedlens.lens.merging import rule as merge_rule
 from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import choose_ridge, ridge_statistics
 from fedlens.optim.server import server_step
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import RunFolder, write_json
+from fedlens.runs.store import MASK_FILE, RunFolder, write_json
 from fedlens.runs.trackers import Trackers
 from fedlens.training.algorithms import ALGORITHMS
 from fedlens.training.setup import Bench, learning_rate
+from fedlens.training.sparse import BYTES, client_fishers, make_mask, masked_space
 
 log = logging.getLogger("fedlens")
-BYTES = 4  # a number on the wire is float32
 
 
 def make_shards(bench: Bench) -> list[Index]:
@@ -60,29 +62,39 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
     """`run` is the folder on the first rank and None on the others, which hold the same server state."""
     cfg, fed, model, device = bench.config, bench.config.federated, bench.model, bench.device
     started = time.monotonic()
-    space = ParamSpace.of(model)
-    engine = choose_engine(cfg, model, space, bench.train, bench.pipeline, bench.precision)
     algorithm = ALGORITHMS[fed.algorithm](cfg)
-    merge = merge_rule(cfg.server.merge)
     needs_rows = cfg.server.merge != "mean"  # the mean is a running sum; other rules look at all updates side by side
+    needs_all = needs_rows or fed.algorithm == "scaffold" or fed.client_vectors  # on every rank
+    shards = [shard[:0] if k in fed.exclude else shard for k, shard in enumerate(shards)]
 
     # --- where we are: at the start, or where the last sound checkpoint was written
-    round_, seconds, stale, ridge = 0, 0.0, 0, None
+    round_, seconds, stale, ridge, mask, facts = 0, 0.0, 0, None, None, None
     best: dict[str, Any] = {"score": None, "step": None}
     server: dict[str, Tensor] = {}
+    added: dict[int, Tensor] = {}  # with federated.client_vectors: what each client has added to θ
     counts = {"bytes_up": 0, "bytes_down": 0, "dropped": 0, "nonfinite": 0}
     saved = run.latest_checkpoint() if run else None
     state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
     if state is not None:
         model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         server = {n.removeprefix("server."): t.to(device) for n, t in tensors.items() if n.startswith("server.")}
+        added = {int(n.removeprefix("client.")): t.to(device) for n, t in tensors.items() if n.startswith("client.")}
         algorithm.load(tensors, device)
-        round_, seconds, stale, ridge = state["step"], state["seconds"], state["stale"], state["ridge"]
+        round_, seconds, stale, ridge, facts = (state[key] for key in ("step", "seconds", "stale", "ridge", "mask"))
         best, counts = {"score": state["best_score"], "step": state["best_step"]}, state["counts"]
         log.info("resuming at round %d of %d", round_, fed.rounds)
-    elif cfg.head == "ridge":
-        ridge = federated_ridge_head(bench, shards)
-        counts["bytes_up"] += ridge["bytes_up"]
+        mask = ranks.tell(Mask.load(run.path / MASK_FILE) if run and facts else None)
+    else:
+        if cfg.head == "ridge":  # step 0
+            ridge = federated_ridge_head(bench, shards)
+            counts["bytes_up"] += ridge["bytes_up"]
+        if cfg.mask.strategy:  # step 1
+            mask, facts = ranks.tell(make_mask(bench, [shard for shard in shards if len(shard)]))
+            counts = {**counts, **{k: counts[k] + facts[k] for k in ("bytes_up", "bytes_down")}}
+        if run:
+            run.keep_start(model.state_dict(), mask)
+    space = masked_space(bench, mask)
+    engine = choose_engine(cfg, model, space, bench.train, bench.pipeline, bench.precision)
     theta = space.read(model)  # [P]
     if run:
         run.rewind_metrics(round_)
@@ -97,12 +109,14 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
             "seconds": seconds + time.monotonic() - started,
             "stale": stale,
             "ridge": ridge,
+            "mask": facts,
             "best_score": best["score"],
             "best_step": best["step"],
             "counts": counts,
         }
         space.write(model, theta)
         kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}
+        kept |= {f"client.{k}": t for k, t in added.items()}
         run.save_checkpoint(round_, kept | algorithm.tensors(), state | ({} if score is None else {"score": score}))
 
     last_save = time.monotonic()
@@ -113,10 +127,11 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
 
             # --- a cohort, and what each of its clients will do
             cohort = sample_cohort(cfg.seed, round_, fed.clients, fed.participation)
+            cohort = [c for c in cohort if c not in fed.exclude]
             present = [c for c in cohort if survives(cfg.seed, round_, c, fed.dropout_rate)]
             counts["dropped"] += len(cohort) - len(present)
             counts["bytes_down"] += len(cohort) * algorithm.vectors_down * BYTES * space.size
-            counts["bytes_up"] += len(present) * algorithm.vectors_up * BYTES * space.size
+            counts["bytes_up"] += len(present) * (algorithm.vectors_up + (cfg.server.merge == "fisher")) * BYTES * space.size
 
             # --- local training; each update is looked at, counted and added as it arrives
             sums, arrived, details, nonfinite = RoundSums(), [], [], 0
@@ -134,7 +149,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
                     features=model.head.in_features,  # type: ignore[arg-type, union-attr]
                 )
                 updates = engine.updates(theta, ranks.part(work), algorithm.rule(lr), algorithm.offsets(theta))
-                if needs_rows or fed.algorithm == "scaffold":
+                if needs_all:
                     updates = iter(ranks.all_updates([_own(u) for u in updates], space.size, len(work)))
                 for update in updates:
                     norm, loss = float(torch.linalg.vector_norm(update.delta)), float(update.loss)
@@ -146,10 +161,10 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
                     scale = algorithm.scale(update)
                     delta = update.delta if scale == 1.0 else update.delta * scale
                     sums.add(delta, norm * scale, float(update.samples), loss)
-                    arrived.append((update.samples, update.steps, delta.clone() if needs_rows else None))
+                    arrived.append(Arrived(update.client, update.samples, update.steps, delta.clone() if needs_all else None))
                     details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
             algorithm.end_round()
-            if not (needs_rows or fed.algorithm == "scaffold"):
+            if not needs_all:
                 sums, arrived, nonfinite = ranks.all_sums(sums, space.size), ranks.joined(arrived), sum(ranks.joined([nonfinite]))
                 details = ranks.joined(details)
             counts["nonfinite"] += nonfinite
@@ -157,13 +172,13 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
             # --- d = merge(Δ); θ ← server_step(θ, d)
             moved = 0.0
             if sums.count:
-                if needs_rows:
-                    rows = torch.stack([row for _, _, row in arrived if row is not None])
-                    weights = torch.tensor([float(n) for n, _, _ in arrived])
-                    d = merge(rows, weights, trim=cfg.server.trim, clip_norm=cfg.server.clip_norm)
-                else:
-                    d = sums.mean()
-                d = d * algorithm.rescale([(n, steps) for n, steps, _ in arrived])
+                d = merge(bench, space, theta, shards, arrived, round_) if needs_rows else sums.mean()
+                rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
+                d = d * rescale
+                if fed.client_vectors:
+                    for a in arrived:
+                        share = cfg.server.lr * rescale * a.samples / sums.weight
+                        added[a.client] = share * a.delta + added.get(a.client, 0.0)
                 before, theta = theta, server_step(theta, d, server, cfg.server)
                 moved = float(torch.linalg.vector_norm(theta - before))
             elif present and nonfinite == len(present):
@@ -216,11 +231,46 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         "ranks": ranks.world,
         **bench.description(),
         "ridge": ridge,
+        "mask": facts,
     }
+    if fed.client_vectors:
+        added = {int(n.removeprefix("client.")): t for n, t in chosen.tensors.items() if n.startswith("client.")}
+        zeros = torch.zeros(space.dense_size, device=device)
+        run.keep_client_vectors({k: space.expand(v.to(device), zeros).cpu() for k, v in added.items()}, space)
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
     log.info("test accuracy %.2f %% (best round %d, %.0f s)", 100 * test_accuracy, best["step"], elapsed)
     return summary
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """An update that was merged; `delta` only where it is needed again."""
+
+    client: int
+    samples: int
+    steps: int
+    delta: Any  # Tensor [P] or None
+
+
+def merge(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index], arrived: Sequence[Arrived], round_: int) -> Tensor:
+    """d = merge(Δ) by the rule that server.merge names, with what each rule may want to know."""
+    c, clients = bench.config.server, [a.client for a in arrived]
+    return merge_rule(c.merge)(
+        torch.stack([a.delta for a in arrived]),
+        torch.tensor([float(a.samples) for a in arrived]),
+        trim=c.trim,
+        clip_norm=c.clip_norm,
+        density=c.ties_density,
+        drop=c.drop,
+        seed=bench.config.seed,
+        round=round_,
+        clients=clients,
+        top=c.top,
+        bottom=c.bottom,
+        sizes=space.active_sizes(),
+        fishers=client_fishers(bench, space, theta, shards, clients) if c.merge == "fisher" else None,
+    )
 
 
 def _own(update: Update) -> Update:
@@ -255,7 +305,8 @@ def federated_ridge_head(bench: Bench, shards: Sequence[Index]) -> dict[str, Any
     """
     features, classes = bench.features(bench.train), bench.dataset.num_classes
     A = b = None
-    for shard in shards:
+    clients = [shard for shard in shards if len(shard)]
+    for shard in clients:
         where = torch.from_numpy(np.ascontiguousarray(shard)).to(bench.device)
         a_k, b_k = ridge_statistics(features[where], bench.train.labels[where], classes)
         A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
@@ -267,7 +318,7 @@ def federated_ridge_head(bench: Bench, shards: Sequence[Index]) -> dict[str, Any
         "lambda": choice.lam,
         "temperature": choice.temperature,
         "val_accuracy": choice.val_accuracy,
-        "bytes_up": len(shards) * 8 * (dim * (dim + 1) // 2 + dim * classes),
+        "bytes_up": len(clients) * 8 * (dim * (dim + 1) // 2 + dim * classes),
     }
 
 

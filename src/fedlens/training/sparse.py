@@ -1,0 +1,155 @@
+"""Step 1 of sparse fine-tuning (TaLoS, Iurada et al. 2025): which coordinates may move, decided before training, in one place or federated.
+
+Sensitivities are sums over samples, so those of the clients add up to the centralised ones: a client sends its sum over its own
+data for the coordinates that are still in question, and gets back one bit a coordinate. Step 0, the head, is in models/heads.py.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlens.data.batches import ImageBank
+from fedlens.data.partition import Index
+from fedlens.lens.masks import Mask, build_mask, eligible
+from fedlens.lens.sensitivity import sensitivity
+from fedlens.lens.space import ParamSpace
+from fedlens.seeding import torch_rng
+from fedlens.training.setup import Bench
+
+log = logging.getLogger("fedlens")
+BYTES = 4  # a number on the wire is float32
+BATCH = 512  # images made ready at a time; how many gradients are held at once is the lens's affair
+
+
+@dataclass
+class Scorer:
+    """Sensitivities of the bench's model, as it stands, on images of one of its splits."""
+
+    bench: Bench
+    bank: ImageBank
+
+    def __call__(self, index: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """The sum over these samples. The label drawn for a sample is keyed by its position, whoever holds it."""
+        c, bench = self.bench.config.mask, self.bench
+        uniform = torch.rand(len(self.bank), generator=torch_rng(bench.config.seed, "labels")).to(bench.device)
+        total: dict[str, Tensor] = {}
+        for part in torch.split(index, BATCH):
+            images, labels = self.bank.batch(part)
+            with bench.precision.autocast():
+                found = sensitivity(
+                    bench.model,
+                    bench.pipeline(images),
+                    labels,
+                    labels_from=c.labels_from,
+                    score=c.score,
+                    names=names,
+                    uniform=uniform[part.to(bench.device)],
+                )
+            total = {name: found[name] + total[name] if total else found[name] for name in names}
+        return total
+
+
+def first_samples(shard: Index, samples: int | None) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(shard[:samples]))
+
+
+def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
+    """The mask that the configuration asks for, and what there is to say about it, the bytes that it cost included.
+
+    scope central: scores on the validation set. scope federated: every client scores on its own shard, the server adds.
+    """
+    c, began = bench.config.mask, time.monotonic()
+    bytes_up = bytes_down = asked = 0
+    if c.path is not None:
+        mask = Mask.load(c.path)
+    else:
+        federated = c.scope == "federated"
+        score = Scorer(bench, bench.train if federated else bench.val)
+        if federated:
+            parts = [first_samples(shard, c.samples) for shard in shards]
+        else:
+            parts = [torch.arange(len(bench.val))[: c.samples]]
+        in_question = sum(int(allowed.sum()) for allowed in eligible(bench.model).values())
+
+        def scores(names: Collection[str]) -> Mapping[str, Tensor]:
+            nonlocal bytes_up, asked
+            asked += 1
+            total = score(parts[0], names)
+            for part in parts[1:]:
+                total = {name: f + total[name] for name, f in score(part, names).items()}
+            if federated:
+                bytes_up += len(parts) * BYTES * in_question
+            return total
+
+        def on_round(round_: int, kept: int) -> None:
+            nonlocal in_question, bytes_down
+            in_question = kept
+            log.info("mask: round %d keeps %s coordinates", round_, f"{kept:,}")
+            if federated:
+                bytes_down += len(parts) * (-(-sum(p.numel() for p in bench.model.parameters()) // 8))
+
+        like = None if c.like is None else Mask.load(c.like)
+        mask = build_mask(
+            bench.model,
+            str(c.strategy),
+            c.density,
+            rounds=c.rounds,
+            soft=c.soft,
+            seed=bench.config.seed,
+            score=scores,
+            like=like,
+            on_round=on_round,
+        )
+    if shards and bytes_down == 0:
+        bytes_down = len(shards) * mask.bitmap_bytes  # once to every client; a federated calibration has sent it already
+    seconds = time.monotonic() - began
+    log.info("mask: %s, %s of %s coordinates (%.1f s)", c.path or c.strategy, f"{mask.active:,}", f"{mask.eligible_count:,}", seconds)
+    facts = {
+        "strategy": c.strategy,
+        "path": c.path,
+        "scope": c.scope,
+        "density": mask.density,
+        "active": mask.active,
+        "eligible": mask.eligible_count,
+        "scorings": asked,
+        "seconds": seconds,
+        "bytes_up": bytes_up,
+        "bytes_down": bytes_down,
+        "composition": mask.composition(),
+        "by_layer": mask.by_layer(),
+    }
+    return mask, facts
+
+
+def masked_space(bench: Bench, mask: Mask | None) -> ParamSpace:
+    """The space that training moves in. Tensors without active coordinates are frozen: no gradient is computed for them.
+
+    Compiled blocks share their code, so there a kind of tensor is frozen if it has no active coordinate in any block.
+    """
+    if mask is None:
+        return ParamSpace.of(bench.model)
+    mask.freeze(bench.model)
+    if bench.config.train.compile:
+        params = dict(bench.model.named_parameters())
+        moving = {_kind(name) for name, param in params.items() if param.requires_grad}
+        for name, param in params.items():
+            param.requires_grad_(_kind(name) in moving)
+    return ParamSpace.of(bench.model, mask.as_dict())
+
+
+def _kind(name: str) -> str:
+    """blocks.3.norm1.bias -> blocks.*.norm1.bias"""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def client_fishers(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index], clients: Sequence[int]) -> Tensor:
+    """Each client's sensitivities at θ on its own data, for Fisher merging: [clients, P]."""
+    space.write(bench.model, theta)
+    score, samples = Scorer(bench, bench.train), bench.config.server.fisher_samples
+    return torch.stack([space.compact(space.flatten(score(first_samples(shards[k], samples), list(space.shapes)))) for k in clients])
