@@ -78,7 +78,7 @@ class Cohort:
     def _train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> tuple[Tensor, Tensor]:
         """J local steps of every client: (Δ [clients, P], mean loss [clients])."""
         clients, device, scale, mask = len(work), theta.device, self.precision.loss_scale, self.space.mask()
-        start = theta if mask is None else self.space.expand(theta, self.space.dense(self.model))  # whole tensors
+        start = self.space.expand(theta)  # [dense]
         local = start.expand(clients, -1).clone()  # [clients, dense]
         velocity = torch.zeros_like(local) if rule.momentum else local[:, :0]
         offset = (

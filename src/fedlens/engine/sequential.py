@@ -39,7 +39,7 @@ class Sequential:
         threads, parallel = torch.get_num_threads(), theta.device.type == "cpu" and not self.compile
         count = min(threads, len(work)) if parallel else 1
         python = Semaphore(max(1, count // 2))
-        start = self.space.expand(theta, self.space.dense(self.model))  # whole tensors
+        start = self.space.expand(theta)  # [dense]
         mask = self.space.mask()
         masks = None if mask is None else [m.bool() for m in self.space.views(mask).values()]
         workers = [self._worker(i, start, masks, python) for i in range(count)]

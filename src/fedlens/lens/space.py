@@ -14,11 +14,12 @@ class ParamSpace:
     of whole tensors ("dense"); `compact` and `expand` go between the two.
     """
 
-    def __init__(self, shapes: Mapping[str, Iterable[int]], active: Tensor | None = None) -> None:
+    def __init__(self, shapes: Mapping[str, Iterable[int]], active: Tensor | None = None, base: Tensor | None = None) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.sizes = [prod(shape) for shape in self.shapes.values()]
         self.dense_size = sum(self.sizes)
         self.active = active  # [k] positions in the dense vector, ascending; None: all
+        self.base = base  # [dense] the point whose other coordinates stay
         self.size = self.dense_size if active is None else len(active)
 
     @classmethod
@@ -28,15 +29,17 @@ class ParamSpace:
         if mask is None:
             return cls(shapes)
         where = torch.cat([mask[name].flatten() for name in shapes])
-        return cls(shapes, where.to(next(model.parameters()).device).nonzero().squeeze(1))
+        base = cls(shapes).dense(model)
+        return cls(shapes, where.to(base.device).nonzero().squeeze(1), base)
 
     def compact(self, dense: Tensor) -> Tensor:
         """[*lead, dense] -> [*lead, P]."""
         return dense if self.active is None else dense.index_select(-1, self.active)
 
-    def expand(self, vector: Tensor, base: Tensor) -> Tensor:
-        """[P] -> dense, with `base` [dense] where nothing may move."""
-        return vector if self.active is None else base.index_copy(-1, self.active, vector)
+    def expand(self, vector: Tensor, base: Tensor | None = None) -> Tensor:
+        """[P] -> dense, with `base` [dense] where nothing may move; None: what was there when the mask was laid on."""
+        base = self.base if base is None else base
+        return vector if self.active is None or base is None else base.index_copy(-1, self.active, vector)
 
     def active_sizes(self) -> list[int]:
         """Of the P coordinates, how many lie in each tensor."""
@@ -73,7 +76,6 @@ class ParamSpace:
 
     def write(self, model: nn.Module, vector: Tensor) -> None:
         params = dict(model.named_parameters())
-        whole = vector if self.active is None else self.expand(vector, self.dense(model))
         with torch.no_grad():
-            for name, view in self.views(whole).items():
+            for name, view in self.views(self.expand(vector)).items():
                 params[name].copy_(view)

@@ -50,7 +50,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         run.keep_start(model.state_dict(), mask)
     elif saved.state["mask"]:
         mask = Mask.load(run.path / MASK_FILE)
-    masked_space(bench, mask)
+    space = masked_space(bench, mask)
     optimizer = make_optimizer(model, cfg, mask)
     if saved is not None:
         load_state(model, optimizer, saved.tensors)
@@ -152,7 +152,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         "best_epoch": best["step"] // steps_per_epoch,
         "steps": step,
         "images_per_second": step * cfg.optim.batch_size / elapsed,
-        **bench.description(),
+        **bench.description(space),
         "ridge": ridge,
         "mask": facts,
     }

@@ -229,7 +229,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         **counts,
         "engine": engine.name,
         "ranks": ranks.world,
-        **bench.description(),
+        **bench.description(space),
         "ridge": ridge,
         "mask": facts,
     }

@@ -15,6 +15,7 @@ from fedlens.config import Config, OptimConfig
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import Dataset, load_dataset
 from fedlens.errors import UserError
+from fedlens.lens.space import ParamSpace
 from fedlens.models import create_model
 from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
 from fedlens.optim.schedules import schedule_factor
@@ -75,11 +76,11 @@ class Bench:
         self.model.train(was_training)
         return float(loss) / len(bank), int(right) / len(bank)
 
-    def description(self) -> dict[str, Any]:
-        """What every summary says of its model and where it ran."""
+    def description(self, space: ParamSpace) -> dict[str, Any]:
+        """What every summary says of its model and where it ran; `space` is what training moves in."""
         return {
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "trainable_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "trainable_parameters": space.size,
             "precision": self.precision.name,
             "device": str(self.device),
         }

@@ -1,0 +1,195 @@
+"""Sparse fine-tuning end to end: step 0 head, step 1 mask, step 2 masked training; in one place and federated."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST
+
+import fedlens as fl
+from fedlens.config import compose, identity
+from fedlens.data.partition import partition
+from fedlens.errors import UserError
+from fedlens.lens.masks import STRATEGIES
+from fedlens.lens.merging import RULES
+from fedlens.training.setup import set_up
+from fedlens.training.sparse import Scorer
+
+CENTRAL = [*FAST, "experiment=centralized_sparse", "mask.samples=12", "mask.rounds=2", "optim.lr=0.05"]
+FEDERATED = [
+    *FAST,
+    "experiment=fedavg_noniid_sparse",
+    "data.classes_per_client=2",
+    "federated.clients=15",
+    "federated.participation=0.2",
+    "federated.local_steps=2",
+    "federated.rounds=3",
+    "federated.eval_every=2",
+    "optim.batch_size=8",
+    "optim.lr=0.05",
+    "optim.weight_decay=0.01",
+    "mask.samples=12",
+    "mask.rounds=2",
+]
+
+
+@pytest.fixture
+def sparse_run(tmp_path: Path) -> Callable[..., Any]:
+    return lambda name, *overrides: fl.run([*FEDERATED, f"run.dir={tmp_path / name}", *overrides])
+
+
+def moved_only_where_allowed(run: Any) -> None:
+    mask = run.mask.as_dict()
+    moved = 0
+    for name, before in run.start.items():
+        after = run.state[name]
+        assert torch.equal(before[~mask[name]], after[~mask[name]]), name
+        moved += int((before != after).sum())
+    assert 0.5 * run.mask.active < moved <= run.mask.active
+
+
+@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+@pytest.mark.parametrize("options", [[], ["federated.algorithm=scaffold"], ["federated.algorithm=fedprox", "optim.nesterov=true"]])
+def test_what_the_mask_leaves_out_keeps_its_bits_through_a_federation(
+    sparse_run: Callable[..., Any], engine: str, options: list[str]
+) -> None:
+    run = sparse_run("r", f"federated.engine={engine}", *options)
+    moved_only_where_allowed(run)
+    assert run.summary["mask"]["active"] == run.mask.active == round(0.1 * run.mask.eligible_count)
+    assert run.summary["trainable_parameters"] == run.mask.active
+
+
+def test_what_the_mask_leaves_out_keeps_its_bits_in_one_place(tmp_path: Path) -> None:
+    run = fl.run([*CENTRAL, f"run.dir={tmp_path / 'r'}", "optim.weight_decay=0.1", "optim.nesterov=true", "optim.clip_norm=0.5"])
+    moved_only_where_allowed(run)
+
+
+@pytest.mark.parametrize("uneven", [[], ["federated.dropout_rate=0.3", "federated.straggler_rate=0.6"]])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
+def test_masked_cohort_equals_masked_sequential(sparse_run: Callable[..., Any], algorithm: str, uneven: list[str]) -> None:
+    options = [f"federated.algorithm={algorithm}", "optim.clip_norm=0.5", "mask.strategy=random", *uneven]
+    one = sparse_run("one", "federated.engine=sequential", *options)
+    many = sparse_run("many", "federated.engine=cohort", *options)
+    a, b = one.task_vector(), many.task_vector()
+    assert (a - b).norm() <= 1e-4 * a.norm() > 0
+    assert all(float((one.state[n] - t).norm()) <= 1e-5 * float(t.norm()) for n, t in many.state.items())
+
+
+@pytest.mark.parametrize("experiment", ["centralized_sparse", "fedavg_noniid_sparse"])
+def test_an_interrupted_sparse_run_ends_with_the_same_bits(tmp_path: Path, experiment: str) -> None:
+    base = CENTRAL if experiment.startswith("central") else FEDERATED
+    options = [*base, "run.keep_last=9", "federated.eval_every=1", "federated.client_vectors=true"]
+    whole = fl.run([*options, f"run.dir={tmp_path / 'whole'}"])
+    torn = fl.run([*options, f"run.dir={tmp_path / 'torn'}"])
+    for name in ("summary.json", "model.safetensors"):
+        (torn.path / name).unlink()
+    *_, middle, newest = sorted((torn.path / "checkpoints").iterdir())
+    (newest / "tensors.safetensors").write_bytes(b"")
+    state = json.loads((middle / "state.json").read_text())
+    assert state["mask"]["active"] == whole.mask.active
+    resumed = fl.load_run(torn.path).resume()
+    assert all(torch.equal(resumed.state[n], t) for n, t in whole.state.items())
+    assert resumed.mask == whole.mask
+
+
+def test_only_active_coordinates_travel(sparse_run: Callable[..., Any]) -> None:
+    sparse, dense = sparse_run("s"), sparse_run("d", "mask.strategy=null")
+    s, d, mask = sparse.summary, dense.summary, sparse.mask
+    head = s["ridge"]["bytes_up"]
+    assert d["bytes_up"] - d["ridge"]["bytes_up"] == 3 * 3 * 4 * d["trainable_parameters"]
+    assert s["bytes_up"] - head == 3 * 3 * 4 * mask.active
+    assert s["bytes_down"] == 3 * 3 * 4 * mask.active + 15 * mask.bitmap_bytes
+    assert (s["bytes_up"] - head) / (d["bytes_up"] - head) < 0.11
+
+
+def test_sensitivities_summed_over_clients_are_the_centralised_ones() -> None:
+    bench = set_up(compose(FEDERATED))
+    score, names = Scorer(bench, bench.train), ["blocks.0.attn.qkv.weight", "norm.bias"]
+    some = torch.arange(0, len(bench.train), 9)  # the images lie in order of their classes
+    whole = score(some, names)
+    for scheme, options in (("iid", {}), ("classes", {"classes_per_client": 2})):
+        shards = partition(bench.dataset.train.labels[some], 7, scheme, **options)
+        parts = [score(some[torch.from_numpy(shard)], names) for shard in shards]
+        for name in names:
+            together = torch.stack([part[name] for part in parts]).sum(0)
+            assert torch.allclose(together, whole[name], rtol=1e-5, atol=1e-5 * float(whole[name].max()))
+
+
+def test_a_federated_mask_is_the_central_one_on_the_same_images(sparse_run: Callable[..., Any]) -> None:
+    """Calibrated over clients, with every byte counted; a little rounding may swap coordinates at the threshold."""
+    everything = ["mask.scope=federated", "mask.samples=null", "data.val_fraction=0.9", "federated.rounds=1"]
+    a = sparse_run("a", *everything)
+    b = sparse_run("b", *everything, "data.partition=iid", "data.classes_per_client=null", "federated.clients=3")
+    assert a.mask.iou(b.mask) > 0.999
+    m, facts = a.mask.eligible_count, a.summary["mask"]
+    assert facts["scorings"] == 2
+    assert facts["bytes_up"] == 15 * 4 * (m + round(0.1**0.5 * m))
+    assert facts["bytes_down"] == 15 * 2 * a.mask.bitmap_bytes
+
+
+def test_a_mask_is_reused_across_runs(sparse_run: Callable[..., Any]) -> None:
+    first = sparse_run("first")
+    path = first.path / "mask.safetensors"
+    again = sparse_run("again", f"mask.path={path}", "seed=1")
+    assert again.mask == first.mask and again.summary["mask"]["scorings"] == 0
+    like = sparse_run("like", "mask.strategy=random_layerwise", f"mask.like={path}")
+    assert like.mask.per_tensor() == first.mask.per_tensor() and like.mask != first.mask
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_runs_and_sparsity_is_one_minus_density(tmp_path: Path, strategy: str) -> None:
+    options = [*CENTRAL, "train.epochs=1", f"mask.strategy={strategy}"]
+    a = fl.run([*options, "density=0.1", f"run.dir={tmp_path / 'a'}"])
+    assert identity(a.config) == identity(compose([*options, "sparsity=0.9"])) == identity(compose([*options, "mask.sparsity=0.9"]))
+    assert a.mask.active == round(0.1 * a.mask.eligible_count)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_merge_rule_serves_the_server(sparse_run: Callable[..., Any], rule: str) -> None:
+    run = sparse_run("r", f"server.merge={rule}", "server.fisher_samples=3", "server.lr=0.3", "mask.strategy=highest_magnitude")
+    assert run.summary["rounds"] == 3 and 0 < run.task_vector().norm() < float("inf")
+    moved_only_where_allowed(run) if rule not in ("ties", "breadcrumbs", "dare") else None
+    assert 0 <= run.metrics[0]["sign_conflict"] <= 0.5
+
+
+def test_what_clients_added_adds_up_to_what_was_learned(sparse_run: Callable[..., Any]) -> None:
+    for options in (["mask.strategy=null"], []):
+        run = sparse_run(f"r{len(options)}", "federated.client_vectors=true", "server.lr=0.7", "federated.algorithm=fednova", *options)
+        learned = run.task_vector().state()
+        for name in next(iter(run.client_vectors().values())).space.shapes:
+            together = torch.stack([v.state()[name] for v in run.client_vectors().values()]).sum(0)
+            assert torch.allclose(together, learned[name], atol=1e-5)
+
+
+def test_a_client_that_is_excluded_leaves_no_trace(sparse_run: Callable[..., Any]) -> None:
+    run = sparse_run("r", "federated.exclude=[0,3]", "federated.participation=1", "federated.client_vectors=true", "federated.rounds=1")
+    assert set(run.client_vectors()) == set(range(15)) - {0, 3}
+    assert run.metrics[0]["clients"] == 13
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mask.strategy=smallest"], "least_sensitive"),
+        (["mask.density=0"], "0 < density <= 1"),
+        (["sparsity=1"], "0 < density <= 1"),
+        (["sparsity=most"], "a number below 1"),
+        (["mask.scope=both"], "central | federated"),
+        (["mask.rounds=0"], ">= 1"),
+        (["mask.strategy=null", "mask.path=x"], "mask.strategy is null"),
+        (["mask.path=no-such-file"], "no-such-file"),
+        (["experiment=centralized_sparse", "mask.scope=federated"], "no clients"),
+        (["data.val_fraction=0", "head=linear"], "data.val_fraction is 0"),
+        (["federated.client_vectors=true", "server.merge=ties"], "server.merge=mean only"),
+        (["federated.exclude=[99]"], "below federated.clients"),
+        (["server.merge=breadcrumbs", "server.bottom=0.995"], "below 1 - server.top"),
+        (["mask.strategy=qk_only", "mask.density=0.5"], "density"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_one_line(sparse_run: Callable[..., Any], overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        sparse_run("r", *overrides)
+    assert said in str(error.value) and "\n" not in str(error.value)
