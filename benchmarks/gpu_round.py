@@ -3,7 +3,8 @@
     python benchmarks/gpu_round.py --root DATA --weights dino_vits16.pth --out record.json
 
 Work: ViT-S/16 at 224 px on CIFAR-100 in bf16, 10 clients × 4 steps × 64 images, SGD with momentum and clipping, augmentation on the
-device. `one_model` is a single network at batch 640: clients side by side can hardly be faster than that.
+device. `one_model` is a single network at batch 640: clients side by side can hardly be faster than that. `masked_…`: the cohort engine under a
+mask of density 0.1; `qk_only` leaves most tensors without an active entry.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,10 +24,12 @@ from fedlens.engine.cohort import Cohort
 from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import plan_round, sample_cohort
 from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.masks import build_mask
 from fedlens.lens.space import ParamSpace
 from fedlens.training.algorithms import FedAvg
 from fedlens.training.federated import make_shards
 from fedlens.training.setup import Bench, set_up
+from fedlens.training.sparse import masked_space
 
 FORWARD_FLOPS = 9.2e9  # an image through ViT-S/16 at 224 px: 12 blocks of 24·N·D² + 4·N²·D, N = 197, D = 384, and the patches
 Round = Callable[[int], int]  # a round's number -> images trained on
@@ -101,6 +105,15 @@ def one_model(bench: Bench) -> Round:
     return round_
 
 
+def masked_round(bench: Bench, strategy: str) -> Round:
+    """The cohort engine where a mask of density 0.1 says what may move."""
+    own = replace(bench, config=copy.deepcopy(bench.config), model=copy.deepcopy(bench.model))
+    own.config.train.compile = True
+    space = masked_space(own, build_mask(own.model, strategy, 0.1))
+    engine = Cohort(own.model, space, own.train, own.pipeline, own.precision, compile=True)
+    return engine_round(own, make_shards(own), engine)
+
+
 def contenders(bench: Bench) -> dict[str, Callable[[], Round]]:
     shards, space = make_shards(bench), ParamSpace.of(bench.model)
     parts = (bench.model, space, bench.train, bench.pipeline, bench.precision)
@@ -111,6 +124,9 @@ def contenders(bench: Bench) -> dict[str, Callable[[], Round]]:
         "cohort": lambda: engine_round(bench, shards, Cohort(*parts)),
         "cohort_compiled": lambda: engine_round(bench, shards, Cohort(*parts, compile=True)),
         "one_model": lambda: one_model(bench),
+        "masked_random": lambda: masked_round(bench, "random"),
+        "masked_highest_magnitude": lambda: masked_round(bench, "highest_magnitude"),
+        "masked_qk_only": lambda: masked_round(bench, "qk_only"),
     }
 
 

@@ -10,6 +10,8 @@ from conftest import EMBEDDED
 
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import load_dataset
+from fedlens.lens.masks import STRATEGIES, calibrate_mask, select
+from fedlens.lens.sensitivity import sensitivity
 from fedlens.models import create_model
 from fedlens.seeding import torch_rng
 
@@ -72,3 +74,40 @@ def test_cohort_equals_sequential_on_the_gpu(fast_run: Callable[..., Any], compi
     many = fast_run("many", *options, "federated.engine=cohort", f"train.compile={str(compiled).lower()}")
     for name, tensor in one.state.items():
         assert float((tensor - many.state[name]).norm()) <= 1e-3 * float(tensor.norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("strategy", ["random", "qk_only", "least_sensitive"])
+def test_masked_cohort_equals_masked_sequential_on_the_gpu(fast_run: Callable[..., Any], strategy: str) -> None:
+    options = ["experiment=fedavg_noniid_sparse", "data.classes_per_client=2", "federated.clients=20", "federated.rounds=2", "device=cuda"]
+    options += ["train.precision=fp32", "optim.batch_size=8", f"mask.strategy={strategy}", "mask.samples=20", "optim.weight_decay=0.01"]
+    one = fast_run("one", *options, "federated.engine=sequential")
+    many = fast_run("many", *options, f"mask.path={one.path / 'mask.safetensors'}", "train.compile=true")
+    mask = one.mask.as_dict()
+    for name, tensor in one.state.items():
+        assert float((tensor - many.state[name]).norm()) <= 1e-3 * float(tensor.norm()) + 1e-6, name
+        assert torch.equal(many.state[name][~mask[name]], many.start[name][~mask[name]]), name
+
+
+def test_a_gpu_selects_and_calibrates_the_masks_of_a_cpu() -> None:
+    g = torch.Generator().manual_seed(0)
+    for scores in (torch.rand(100_000, generator=g), torch.randint(3, (100_000,), generator=g).float()):
+        among = torch.rand(100_000, generator=g) < 0.7
+        for lowest in (True, False):
+            assert torch.equal(select(scores.to(CUDA), among.to(CUDA), 20_000, lowest).cpu(), select(scores, among, 20_000, lowest))
+    images = torch.rand(2, 3, 28, 28, generator=g).double()
+    for strategy in STRATEGIES:
+        model = create_model("tiny", 10, weights="pretrained", image_size=28).double()
+        on_cpu = calibrate_mask(model, images, strategy=strategy)
+        on_gpu = calibrate_mask(model.to(CUDA), images.to(CUDA), strategy=strategy)
+        assert on_gpu.iou(on_cpu) > 0.9999 and on_gpu.active == on_cpu.active
+
+
+def test_a_gpu_draws_the_labels_of_a_cpu_and_gives_its_sensitivities() -> None:
+    model = create_model("tiny", 10, weights="pretrained", image_size=28).double()
+    images = torch.rand(24, 3, 28, 28, generator=torch.Generator().manual_seed(0)).double()
+    on_cpu = sensitivity(model, images)
+    on_gpu = sensitivity(model.to(CUDA), images.to(CUDA), chunk=7)
+    for name, found in on_gpu.items():
+        assert torch.allclose(found.cpu(), on_cpu[name], rtol=1e-5, atol=1e-5 * float(on_cpu[name].max())), name
+    with torch.autocast("cuda", torch.bfloat16):
+        assert all(bool(f.isfinite().all()) for f in sensitivity(model.float(), images.float().to(CUDA)).values())

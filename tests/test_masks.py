@@ -525,19 +525,3 @@ def test_every_strategy_says_in_one_line_what_it_does() -> None:
         "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random", "qk_only", "random_layerwise",
     ]  # fmt: skip
     assert all(strategy.__doc__ and "\n" not in strategy.__doc__ for strategy in STRATEGIES.values())
-
-
-@pytest.mark.gpu
-def test_a_gpu_gives_the_same_masks() -> None:
-    cuda, images = torch.device("cuda"), pictures(2).double()
-    g = torch.Generator().manual_seed(0)
-    for scores in (torch.rand(100_000, generator=g), torch.randint(3, (100_000,), generator=g).float()):
-        among = torch.rand(100_000, generator=g) < 0.7
-        for lowest in (True, False):
-            assert torch.equal(select(scores.to(cuda), among.to(cuda), 20_000, lowest).cpu(), select(scores, among, 20_000, lowest))
-    for strategy in STRATEGIES:
-        on_cpu, on_gpu = tiny().double(), tiny().double().to(cuda)
-        before = snapshot(on_gpu)
-        want, found = (calibrate_mask(model, images, strategy=strategy) for model in (on_cpu, on_gpu))
-        assert found.vector.device.type == "cpu" and found.iou(want) > 0.9999 and found.active == want.active
-        assert same_bits(on_gpu, before)

@@ -355,18 +355,3 @@ def test_a_model_that_gives_no_logits_or_is_all_frozen_is_refused() -> None:
         sensitivity(mlp().requires_grad_(False), randn(4, 3, 2, 2))
     with pytest.raises(UserError, match=r"logits \[images, classes\]"):
         sensitivity(nn.Conv2d(3, 2, 1), randn(4, 3, 2, 2))
-
-
-@pytest.mark.gpu
-def test_a_gpu_draws_the_same_labels_and_gives_the_same_sensitivities() -> None:
-    cuda, images = torch.device("cuda"), randn(64, 3, 28, 28)
-    key = _hash_key(images[0].numel(), 0, CPU)
-    assert torch.equal(_hash(images.to(cuda), key.to(cuda)).cpu(), _hash(images, key))
-    for make, shape in (*SMALL.values(), (tiny, (3, 28, 28))):
-        model, x = make().double(), randn(8, *shape).double()
-        want = sensitivity(model, x)
-        found = sensitivity(model.to(cuda), x, chunk=3)
-        assert all(f.is_cuda for f in found.values())
-        assert_close({name: f.cpu() for name, f in found.items()}, want)
-    with torch.autocast("cuda", torch.bfloat16):
-        assert all(bool(f.isfinite().all()) for f in sensitivity(tiny().to(cuda), images).values())

@@ -49,9 +49,7 @@ class Cohort:
             self.chunk = max(1, CPU_NUMBERS // self.space.dense_size)
         self._network, self._transform, self._step = self.model, transform, sgd_step
         if self.compile:
-            self._network = copy.deepcopy(self.model)  # evaluation goes on with the plain blocks
-            for block in self._network.blocks:  # type: ignore[union-attr]
-                block.compile(dynamic=False)
+            self._network = compiled_blocks(self.model)
             self._transform = torch.compile(transform, dynamic=False)
             self._step = torch.compile(sgd_step, dynamic=False)
 
@@ -108,6 +106,24 @@ class Cohort:
             local, velocity = self._step(local, grad, velocity, lr, fixed, j == 0, anchor, offset, active, mask)
             losses += loss.detach() * (steps > j)
         return self.space.compact(local - start), (losses / steps).float()
+
+
+_COMPILED: dict[str, nn.Module] = {}
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    """A network of this architecture whose blocks are compiled, made once a process: every parameter is handed to it at each call, so
+    it serves all runs alike. Evaluation goes on with the model's own plain blocks."""
+    key = f"{model} {getattr(model, 'image_size', '')} {next(model.parameters()).device}"
+    if key not in _COMPILED:
+        import torch._dynamo.config as dynamo
+
+        limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+        setattr(dynamo, limit, max(64, getattr(dynamo, limit)))  # every pattern of masked tensors is code of its own
+        _COMPILED[key] = copy.deepcopy(model)
+        for block in _COMPILED[key].blocks:  # type: ignore[union-attr]
+            block.compile(dynamic=False)
+    return _COMPILED[key]
 
 
 def client_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

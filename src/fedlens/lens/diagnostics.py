@@ -49,5 +49,5 @@ class RoundSums:
             "client_norm": self.norms / self.count,
             "drift_ratio": float(torch.linalg.vector_norm(self.total)) / apart if self.weighted_norms else 1.0,
             "cosine": cosine,
-            "sign_conflict": (1 - float(self.total.abs().sum()) / self.mass) / 2 if self.mass else 0.0,
+            "sign_conflict": max(0.0, (1 - float(self.total.abs().sum()) / self.mass) / 2) if self.mass else 0.0,
         }
