@@ -14,7 +14,8 @@ from fedlens.cli import main, parser
 
 
 def commands() -> list[list[str]]:
-    return [["demo"], ["run"], ["resume"], ["data"], ["data", "prepare"], ["data", "inspect"], ["doctor"]]
+    arith = [["arith", part] for part in ("add", "negate", "scale", "merge", "sweep", "interpolate", "forget", "interference")]
+    return [["demo"], ["run"], ["resume"], ["data"], ["data", "prepare"], ["data", "inspect"], ["arith"], *arith, ["doctor"]]
 
 
 @pytest.mark.parametrize("command", [[], *commands()], ids=" ".join)

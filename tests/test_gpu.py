@@ -15,7 +15,7 @@ from fedlens.lens.sensitivity import sensitivity
 from fedlens.models import create_model
 from fedlens.seeding import torch_rng
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler warns about itself
 CUDA = torch.device("cuda")
 
 

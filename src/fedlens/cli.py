@@ -187,6 +187,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("overrides", nargs="*", metavar="key=value")
     c.add_argument("--out", default="partition.png", help="the figure: .png, .pdf or .svg (default: partition.png)")
 
+    from fedlens.study.arith_cli import register as register_arith
+
+    register_arith(commands, command)
+
     c = command(commands, "doctor", doctor_command, "What is installed and found, and how to get the rest.", "fedlens doctor")
     c.add_argument("--root", help="data root to look in")
     return top

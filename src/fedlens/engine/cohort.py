@@ -2,7 +2,7 @@
 
 Parameters are stacked on a client axis, Θ [clients, P]; every Linear is one batched product over the clients, attention runs
 over clients × images, and one fused update moves all clients. What does not train is not stacked: it is shared. Under a mask,
-tensors without active entries are such, and of the others only the active entries move and come back.
+tensors without active entries are such; of the others only the active entries are stepped (SparseSGDM) and come back.
 """
 
 import copy
@@ -75,16 +75,12 @@ class Cohort:
 
     def _train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> tuple[Tensor, Tensor]:
         """J local steps of every client: (Δ [clients, P], mean loss [clients])."""
-        clients, device, scale, mask = len(work), theta.device, self.precision.loss_scale, self.space.mask()
-        start = self.space.expand(theta)  # [dense]
-        local = start.expand(clients, -1).clone()  # [clients, dense]
-        velocity = torch.zeros_like(local) if rule.momentum else local[:, :0]
-        offset = (
-            None
-            if offsets is None
-            else torch.stack([self.space.expand(offsets(client), torch.zeros_like(start)) for client in work.clients])
-        )
-        anchor = start if rule.prox else None
+        clients, device, scale, active = len(work), theta.device, self.precision.loss_scale, self.space.active
+        moving = theta.expand(clients, -1).clone()  # [clients, P]
+        whole = moving if active is None else self.space.expand(theta).expand(clients, -1).clone()  # [clients, dense]
+        velocity = torch.zeros_like(moving) if rule.momentum else moving[:, :0]
+        offset = None if offsets is None else torch.stack([offsets(client) for client in work.clients])
+        anchor = theta if rule.prox else None
         index, draws, steps = work.index.to(device), work.draws.to(device), work.steps.to(device)
         uneven = bool((work.steps != work.steps[0]).any())
         losses = torch.zeros(clients, dtype=torch.float64, device=device)
@@ -93,19 +89,18 @@ class Cohort:
         for j in range(int(work.steps.max())):
             images, labels = self.bank.batch(index[:, j])  # [clients, batch, …]
             inputs = self._transform(images, draws[:, j], self.pipeline.fixed(*images.shape[-2:], device), self.pipeline.dtype)
-            params = {name: view.detach().requires_grad_() for name, view in self.space.views(local).items()}
+            params = {name: view.detach().requires_grad_() for name, view in self.space.views(whole).items()}
             keep = None if work.keep is None else work.keep[:, j].to(device)
             with self.precision.autocast():
                 logits = functional_call(self._network, {**shared, **params}, (inputs,), {"keep": keep})  # [clients, batch, classes]
                 loss = client_losses(logits, labels, rule.label_smoothing)
-            grads = torch.autograd.grad(loss.sum() * scale, list(params.values()))
-            grad = self.space.flatten(grads)  # [clients, dense]
-            del grads
-            active = (steps > j).to(local.dtype).unsqueeze(1) if uneven else None
+            grad = self.space.compact(self.space.flatten(torch.autograd.grad(loss.sum() * scale, list(params.values()))))  # [clients, P]
             grad = grad if scale == 1 else grad / scale
-            local, velocity = self._step(local, grad, velocity, lr, fixed, j == 0, anchor, offset, active, mask)
+            awake = (steps > j).to(moving.dtype).unsqueeze(1) if uneven else None
+            moving, velocity = self._step(moving, grad, velocity, lr, fixed, j == 0, anchor, offset, awake)
+            whole = moving if active is None else whole.index_copy_(1, active, moving)
             losses += loss.detach() * (steps > j)
-        return self.space.compact(local - start), (losses / steps).float()
+        return moving - theta, (losses / steps).float()
 
 
 _COMPILED: dict[str, nn.Module] = {}

@@ -33,25 +33,22 @@ def sgd_step(
     anchor: Tensor | None = None,
     offset: Tensor | None = None,
     active: Tensor | None = None,
-    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step, (theta, velocity) after it. All are [..., P]; `active` [..., 1] is 0 for a client that has stopped, `mask` [P] is 0
-    where nothing may move (SparseSGDM; an offset must be 0 there).
+    """One step, (theta, velocity) after it. All are [..., P]; `active` [..., 1] is 0 for a client that has stopped.
+    Under a mask P counts its active coordinates: that is SparseSGDM, and clipping counts what may move.
 
     Order: the loss gradient (FedProx's pull is part of the loss), clipped to `clip_norm` per client, then the control
     offset, then weight decay and momentum as in torch. The first momentum step has no dampening, as in torch.
     """
     if rule.prox and anchor is not None:
         grad = grad + rule.prox * (theta - anchor)
-    if mask is not None:
-        grad = grad * mask  # before the clipping, which counts what may move
     if rule.clip_norm is not None:
         norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
         grad = grad * (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     if offset is not None:
         grad = grad + offset
     if rule.weight_decay:
-        grad = grad + rule.weight_decay * (theta if mask is None else theta * mask)
+        grad = grad + rule.weight_decay * theta
     if rule.momentum:
         velocity = grad if first else rule.momentum * velocity + (1 - rule.dampening) * grad
         grad = grad + rule.momentum * velocity if rule.nesterov else velocity

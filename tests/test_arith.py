@@ -1,0 +1,296 @@
+"""`fedlens arith`: task arithmetic on finished runs, through the command line and the functions behind it."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST
+
+import fedlens as fl
+from fedlens.cli import main
+from fedlens.lens.merging import RULES
+from fedlens.study import arith
+from fedlens.study.arith import Lab, default_alphas, interpolate_runs, load_vector, sweep_run
+from fedlens.study.forget import LADDER, climb, forget_client
+from fedlens.study.interference import interference_of_runs
+from fedlens.training.execute import Run
+
+FEDERATION = [
+    *FAST,
+    "federated.clients=10",
+    "federated.local_steps=2",
+    "federated.rounds=2",
+    "federated.eval_every=1",
+    "federated.client_vectors=true",
+    "optim.batch_size=8",
+]
+COMMANDS = ("add", "negate", "scale", "merge", "sweep", "interpolate", "forget", "interference")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def central(folder: Path) -> Run:
+    return fl.run([*FAST, "train.epochs=1", f"run.dir={folder / 'central'}"])
+
+
+@pytest.fixture(scope="module")
+def fed(folder: Path) -> Run:
+    """A client is a class, and all take part in both rounds."""
+    return fl.run([*FEDERATION, "experiment=fedavg_noniid", "federated.participation=1", "optim.lr=0.02", f"run.dir={folder / 'fed'}"])
+
+
+@pytest.fixture(scope="module")
+def sparse(folder: Path) -> Run:
+    """Two classes a client, so each is on two clients; three clients a round."""
+    options = ["experiment=fedavg_noniid_sparse", "data.classes_per_client=2", "mask.strategy=random", "federated.participation=0.3"]
+    return fl.run([*FEDERATION, *options, f"run.dir={folder / 'sparse'}"])
+
+
+def result(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_arith_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["arith", command, "--help"])
+    assert stop.value.code == 0
+    assert f"example: fedlens arith {command}" in capsys.readouterr().out
+
+
+# --- new vectors
+
+
+def test_add_negate_and_scale_are_the_algebra_of_task_vectors(
+    central: Run, fed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = str(central.path), str(fed.path)
+    new = {name: str(tmp_path / f"{name}.safetensors") for name in ("add", "negate", "scale", "again")}
+    assert main(["arith", "add", a, b, "--out", new["add"]]) == 0
+    shown = capsys.readouterr().out
+    tau_a, tau_b = central.task_vector(), fed.task_vector()
+    assert f"{tau_a.norm():.4g}" in shown and f"{tau_a.cosine(tau_b):+.3f}" in shown and "density" in shown
+    assert main(["arith", "negate", a, "--out", new["negate"]]) == 0
+    assert main(["arith", "scale", b, "-0.5", "--out", new["scale"]]) == 0
+    assert main(["arith", "negate", new["negate"], "--out", new["again"]]) == 0  # a file is an input too
+    assert load_vector(new["add"]) == tau_a + tau_b
+    assert load_vector(new["negate"]) == -tau_a
+    assert load_vector(new["scale"]) == tau_b * -0.5
+    assert load_vector(new["again"]) == tau_a
+
+
+def test_the_mean_of_one_vector_is_itself(fed: Run, tmp_path: Path) -> None:
+    out = tmp_path / "tau.safetensors"
+    assert main(["arith", "merge", str(fed.path), "--rule", "mean", "--out", str(out)]) == 0
+    assert load_vector(out) == fed.task_vector()
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_merges_runs(central: Run, fed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(arith, "FISHER_SAMPLES", 3)
+    out = tmp_path / "tau.safetensors"
+    given = {"ties": {"density": 0.1}, "dare": {"drop": 0.3, "seed": 1}, "trimmed_mean": {"trim": 0.2}}.get(rule, {})
+    options = [word for name, value in given.items() for word in ("--option", f"{name}={value}")]
+    assert main(["arith", "merge", str(central.path), str(fed.path), "--rule", rule, "--weights", "1,2", *options, "--out", str(out)]) == 0
+    vectors = [central.task_vector(), fed.task_vector()]
+    if rule == "fisher":
+        given = {"fishers": [arith.run_fisher(run.path) for run in (central, fed)]}
+    assert load_vector(out) == fl.merge(vectors, rule, [1, 2], **given)
+
+
+# --- along a line
+
+
+def test_a_sweep_passes_through_the_start_and_the_end_of_its_run(fed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arith", "sweep", str(fed.path), "--alphas=-0.5:1.5:3", "--out", str(tmp_path)]) == 0
+    assert "chosen on validation" in capsys.readouterr().out
+    found = result(tmp_path / "sweep.json")
+    assert [p["alpha"] for p in found["points"]] == [-0.5, 0.5, 1.5]
+    assert found["end"]["test_accuracy"] == fed.summary["test_accuracy"]
+    assert found["end"]["test_loss"] == fed.summary["test_loss"]
+    assert found["start"]["val_accuracy"] == pytest.approx(fed.summary["ridge"]["val_accuracy"])
+    lab = Lab(fed)
+    lab.bench.model.load_state_dict(fed.start)
+    assert found["start"]["test_accuracy"] == lab.bench.evaluate(lab.bank(lab.bench.dataset.test))[1]
+    assert found["chosen"]["val_accuracy"] == max(p["val_accuracy"] for p in found["points"])
+    with (tmp_path / "sweep.csv").open() as file:
+        assert [float(row["alpha"]) for row in csv.DictReader(file)] == [-0.5, 0.5, 1.5]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+def test_a_sweep_along_its_own_vector_from_a_file_is_the_same_sweep(fed: Run, tmp_path: Path) -> None:
+    fed.task_vector().save(tmp_path / "tau.safetensors")
+    own, file = sweep_run(fed, None, "0,2"), sweep_run(fed, tmp_path / "tau.safetensors", "0,2")
+    assert file["end"]["test_loss"] == pytest.approx(own["end"]["test_loss"], abs=1e-5)
+    assert file["points"][1]["val_loss"] == pytest.approx(own["points"][1]["val_loss"], abs=1e-5)
+
+
+def test_what_is_chosen_does_not_depend_on_the_test_set(fed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, forgot = sweep_run(fed, None, "0,1,4"), forget_client(fed, 3, grid="0,2,8")
+    made = arith.set_up
+
+    def shuffled(config: Any) -> Any:
+        bench = made(config)
+        bench.dataset.test.labels = bench.dataset.test.labels.roll(37)
+        return bench
+
+    monkeypatch.setattr(arith, "set_up", shuffled)
+    other, forgot_too = sweep_run(fed, None, "0,1,4"), forget_client(fed, 3, grid="0,2,8")
+    assert other["chosen"]["test_accuracy"] != honest["chosen"]["test_accuracy"]
+    assert other["points"] == honest["points"] and other["chosen"]["alpha"] == honest["chosen"]["alpha"]
+    assert forgot_too["points"] == forgot["points"] and forgot_too["after"]["alpha"] == forgot["after"]["alpha"]
+
+
+def test_the_default_range_is_wider_for_a_sparse_vector(sparse: Run, fed: Run) -> None:
+    ranges = [default_alphas(Lab(run).direction(run.task_vector())) for run in (fed, sparse)]
+    assert [(r[0], r[-1]) for r in ranges] == [(-1.0, 2.0), (-1.0, 10.0)]
+    assert all(0.0 in r and 1.0 in r for r in ranges) and len(ranges[0]) == 13
+
+
+def test_interpolation_ends_at_the_two_runs(central: Run, fed: Run, tmp_path: Path) -> None:
+    assert main(["arith", "interpolate", str(central.path), str(fed.path), "--alphas=0,0.5,1", "--out", str(tmp_path)]) == 0
+    found = result(tmp_path / "interpolate.json")
+    assert found["start"]["test_accuracy"] == central.summary["test_accuracy"]
+    assert found["end"]["test_accuracy"] == fed.summary["test_accuracy"]
+    assert found["notes"] == []
+
+
+def test_a_run_that_trained_on_the_others_validation_images_is_named(fed: Run, folder: Path) -> None:
+    other = fl.run([*FAST, "train.epochs=1", "seed=1", f"run.dir={folder / 'other-seed'}"])
+    found = interpolate_runs(fed, other, "0,1")
+    assert "another seed" in found["notes"][0]
+
+
+# --- forgetting
+
+
+def test_forgetting_with_alpha_zero_changes_nothing(fed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arith", "forget", str(fed.path), "--client", "4", "--alphas=0", "--out", str(tmp_path)]) == 0
+    found = result(tmp_path / "forget-4.json")
+    assert found["before"] == found["after"]
+    assert "no alpha lowers" in capsys.readouterr().out
+
+
+def test_forgetting_lowers_the_target_and_keeps_the_control_on_validation(fed: Run, tmp_path: Path) -> None:
+    assert main(["arith", "forget", str(fed.path), "--client", "3", "--out", str(tmp_path)]) == 0  # --alphas: until the control is lost
+    found = result(tmp_path / "forget-3.json")
+    before, after = found["before"], found["after"]
+    assert len(found["classes"]) == 1 and found["shared_classes"] == [] and found["notes"] == []
+    assert after["val_target"] < before["val_target"]
+    assert after["val_control"] >= 0.95 * before["val_control"]
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".csv", ".svg", ".png"}
+
+
+def test_target_and_control_together_are_the_whole_split(fed: Run) -> None:
+    lab = Lab(fed)
+    before = forget_client(fed, 0, grid="0")["before"]
+    val = lab.bench.dataset.val
+    (held,) = (lab.bench.dataset.class_names.index(c) for c in forget_client(fed, 0, grid="0")["classes"])
+    share = float((val.labels == held).float().mean())
+    whole = share * before["val_target"] + (1 - share) * before["val_control"]
+    assert whole == pytest.approx(fed.summary["val_accuracy"], abs=1e-6)
+
+
+def test_classes_that_other_clients_hold_too_are_said(sparse: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = next(iter(sparse.client_vectors()))
+    assert main(["arith", "forget", str(sparse.path), "--client", str(client), "--alphas=0,5", "--out", str(tmp_path)]) == 0
+    assert "the target is not client" in capsys.readouterr().out
+    assert len(result(tmp_path / f"forget-{client}.json")["shared_classes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "control", "last"),
+    [
+        (lambda a: max(0.0, 1 - a), lambda a: 0.9, 1.0),  # all forgotten
+        (lambda a: 1.0, lambda a: 0.9 if a < 2 else 0.1, 2.25),  # the control is lost at 2, and again
+        (lambda a: 1.0, lambda a: 0.9, 40.0),
+    ],
+)
+def test_the_climb_ends_where_nothing_is_left_to_gain(target: Any, control: Any, last: float) -> None:
+    points = climb(lambda a: {"val_target": target(a), "val_control": control(a)}, LADDER, 0.95)
+    assert points[0].alpha == 0 and points[-1].alpha == last
+
+
+# --- interference
+
+
+def test_interference_of_two_clients_draws_the_map(fed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--alphas=0:1:2", "--samples", "5", "--out", str(tmp_path)]
+    assert main(["arith", "interference", str(fed.path), "--clients", "0,3", *out]) == 0
+    assert "sign conflict" in capsys.readouterr().out
+    found = result(tmp_path / "interference.json")
+    one, other = (fed.client_vectors()[k] for k in (0, 3))
+    assert found["pairs"][0]["cosine"] == pytest.approx(one.cosine(other), abs=1e-6)
+    assert found["samples"] == [5, 5]
+    assert found["xi"][0][0] == 0 and all(0 <= x <= 1 for row in found["xi"] for x in row)
+    assert set(found["linearity"]) == {"client 0", "client 3"}
+    assert (tmp_path / "interference.png").exists()
+
+
+def test_interference_of_several_runs_has_every_pair_and_no_map(central: Run, fed: Run, sparse: Run) -> None:
+    found = interference_of_runs([central, fed, sparse], "0,1", samples=4)
+    assert len(found["pairs"]) == 3 and found["xi"] is None
+    assert 0 <= found["sign_conflict"] <= 0.5
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["add", "no-such-file", "--out", "x"], "no-such-file does not exist"),
+        (["negate", "EMPTY", "--out", "x"], "holds no run"),
+        (["negate", "FED", "--out", "FED/model.safetensors"], "exists and is not a task vector"),
+        (["scale", "FED", "half", "--out", "x"], "factor: 'half' given, allowed is a number"),
+        (["merge", "FED", "--rule", "tie", "--out", "x"], "did you mean 'ties'"),
+        (["merge", "FED", "--weights", "1,2", "--out", "x"], "one for each of 1"),
+        (["merge", "FED", "--rule", "ties", "--option", "trim=0.1", "--out", "x"], "allowed is density"),
+        (["merge", "FED", "--rule", "ties", "--option", "density=all", "--out", "x"], "a number"),
+        (["merge", "FILE", "--rule", "fisher", "--out", "x"], "is a file; allowed is run folders"),
+        (["merge", "FED", "FILE", "--out", "x"], "task vector"),
+        (["sweep", "no-such-run"], "holds no run"),
+        (["sweep", "FED", "--alphas=0:1"], "start:stop:count"),
+        (["sweep", "FED", "--out", "FED/config.yaml"], "--out"),
+        (["sweep", "FED", "FILE"], "has no 'stranger'"),
+        (["interpolate", "FED", "EMPTY"], "holds no run"),
+        (["forget", "CENTRAL", "--client", "0"], "federated.client_vectors=true"),
+        (["forget", "FED", "--client", "12"], "client: 12 given"),
+        (["forget", "FED", "--client", "one"], "a whole number"),
+        (["forget", "FED", "--client", "1", "--alphas=-1,0"], ">= 0"),
+        (["forget", "FED", "--client", "1", "--keep", "2", "--alphas=0"], "0 to 1"),
+        (["interference", "FED"], "two or more"),
+        (["interference", "FED", "FED"], "given twice"),
+        (["interference", "FED", "--clients", "1,1"], "each once"),
+        (["interference", "FED", "CENTRAL", "--clients", "0,1"], "allowed is one"),
+        (["interference", "FED", "--clients", "0,1", "--samples", "0"], ">= 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    central: Run,
+    fed: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    fl.TaskVector.between({"stranger": torch.zeros(2)}, {"stranger": torch.ones(2)}).save(tmp_path / "file.safetensors")
+    monkeypatch.chdir(tmp_path)
+    places = {"FED": str(fed.path), "CENTRAL": str(central.path), "EMPTY": "empty", "FILE": "file.safetensors"}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    before = {path: path.stat().st_mtime_ns for path in fed.path.rglob("*")}
+    assert main(["arith", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and "\n" not in error and error.startswith("error: ")
+    assert {p.name for p in tmp_path.iterdir()} == {"empty", "file.safetensors"}
+    assert {path: path.stat().st_mtime_ns for path in fed.path.rglob("*")} == before
