@@ -178,6 +178,30 @@ def test_forgetting_with_alpha_zero_changes_nothing(fed: Run, tmp_path: Path, ca
     assert "no alpha lowers" in capsys.readouterr().out
 
 
+def test_negating_a_client_s_vector_as_any_task_is_forgetting_the_client(fed: Run, tmp_path: Path) -> None:
+    as_client = forget_client(fed, 3, grid="0,2")
+    tau, target = str(fed.path / "clients" / "3.safetensors"), ",".join(as_client["classes"])
+    options = ["--tau", tau, "--classes", target, "--alphas=0,2", "--out", str(tmp_path)]
+    assert main(["arith", "forget", str(fed.path), *options]) == 0
+    found = result(tmp_path / "forget-tau.json")
+    assert found["points"] == as_client["points"] and found["after"] == as_client["after"]
+
+
+def test_shards_that_were_learned_apart_add_up_in_one_model(tmp_path: Path) -> None:
+    options = [*FEDERATION, "experiment=fedavg_noniid", "federated.participation=1", "head=linear"]
+    halves = [
+        fl.run([*options, f"federated.exclude={others}", f"run.dir={tmp_path / name}"])
+        for name, others in (("even", "[1,3,5,7,9]"), ("odd", "[0,2,4,6,8]"))
+    ]
+    assert all(torch.equal(t, halves[1].start[n]) for n, t in halves[0].start.items())  # the same θ₀
+    tau = tmp_path / "both.safetensors"
+    assert main(["arith", "add", *(str(run.path) for run in halves), "--out", str(tau)]) == 0
+    together = halves[0].task_vector() + halves[1].task_vector()
+    assert fl.TaskVector.load(tau) == together
+    swept = sweep_run(halves[0], tau, "0,0.5,1")
+    assert [p["alpha"] for p in swept["points"]] == [0, 0.5, 1]
+
+
 def test_forgetting_lowers_the_target_and_keeps_the_control_on_validation(fed: Run, tmp_path: Path) -> None:
     assert main(["arith", "forget", str(fed.path), "--client", "3", "--out", str(tmp_path)]) == 0  # --alphas: until the control is lost
     found = result(tmp_path / "forget-3.json")
@@ -263,6 +287,10 @@ def test_interference_of_several_runs_has_every_pair_and_no_map(central: Run, fe
         (["interpolate", "FED", "EMPTY"], "holds no run"),
         (["forget", "CENTRAL", "--client", "0"], "federated.client_vectors=true"),
         (["forget", "FED", "--client", "12"], "client: 12 given"),
+        (["forget", "FED"], "allowed is --client K, or --tau"),
+        (["forget", "FED", "--client", "1", "--tau", "FED", "--classes", "1"], "allowed is --client K, or --tau"),
+        (["forget", "FED", "--tau", "FED", "--classes", "shoe"], "classes: 'shoe' given"),
+        (["forget", "FED", "--tau", "FED", "--classes", "0,1,2,3,4,5,6,7,8,9"], "no control"),
         (["forget", "FED", "--client", "one"], "a whole number"),
         (["forget", "FED", "--client", "1", "--alphas=-1,0"], ">= 0"),
         (["forget", "FED", "--client", "1", "--keep", "2", "--alphas=0"], "0 to 1"),

@@ -61,10 +61,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", co
     c.add_argument("--alphas", default="0:1:11", help=f"{ALPHAS} (default: 0:1:11)")
     _written(c)
 
-    about = "Subtract what a client added: its classes fall, the others stay (needs federated.client_vectors=true)."
+    about = "Subtract what a client added (federated.client_vectors=true), or any τ: its classes fall, the others stay."
     c = command(parts, "forget", forget_command, about, "fedlens arith forget runs/fedavg_noniid-… --client 3 --keep 0.95")
     c.add_argument("run", metavar="RUN")
-    c.add_argument("--client", required=True, help="its number")
+    c.add_argument("--client", help="its number; the target is the classes that it holds")
+    c.add_argument("--tau", metavar="RUN|FILE", help="instead of a client: the task vector to subtract")
+    c.add_argument("--classes", help="of --tau: the target, as in 3,7 or by name")
     c.add_argument("--keep", default="0.95", help="how much of the other classes' accuracy must stay (default: 0.95)")
     c.add_argument("--alphas", help=f"{ALPHAS}, each >= 0 (default: rising up to 40, until the target is 0 or the control is lost)")
     _written(c)
@@ -191,26 +193,36 @@ def _line(found: Mapping[str, Any], path: Path, ends: tuple[str, str]) -> int:
 
 
 def forget_command(args: argparse.Namespace) -> int:
+    from fedlens.study.arith import Lab, load_vector
     from fedlens.study.edit_figures import alpha_figure
-    from fedlens.study.forget import forget_client
+    from fedlens.study.forget import forget, forget_client, named_classes
     from fedlens.training.execute import load_run
 
-    out, client, keep = _folder(args.out, args.run), _whole("--client", args.client), _number("--keep", args.keep)
-    found = forget_client(load_run(args.run), client, keep=keep, grid=args.alphas, device=args.device, root=args.root)
+    out, keep, run = _folder(args.out, args.run), _number("--keep", args.keep), load_run(args.run)
+    if (args.client is None) == (args.tau is None) or (args.tau is None) != (args.classes is None):
+        raise UserError("forget: allowed is --client K, or --tau RUN|FILE with --classes A,B")
+    if args.client is not None:
+        what, client = f"client {args.client}", _whole("--client", args.client)
+        found = forget_client(run, client, keep=keep, grid=args.alphas, device=args.device, root=args.root)
+    else:
+        what, tau, lab = str(args.tau), load_vector(args.tau), Lab(run, args.device, args.root)
+        found = forget(lab, tau, named_classes(lab, args.classes.split(",")), keep=keep, grid=args.alphas)
     before, after = found["before"], found["after"]
     rows = [
         [f"{which}, {split}", *(f"{100 * p[f'{key}_{which}']:.2f}" for p in (before, after))]
         for which in ("target", "control")
         for split, key in (("validation", "val"), ("test", "test"))
     ]
-    _table(["accuracy (%)", "before", f"after, α = {after['alpha']:g}"], rows, f"client {client} holds {', '.join(found['classes'])}")
+    _table(["accuracy (%)", "before", f"after, α = {after['alpha']:g}"], rows, f"{what}, target {', '.join(found['classes'])}")
     curves = {
         "its classes (target)": [(p["alpha"], 100 * p["val_target"]) for p in found["points"]],
         "the others (control)": [(p["alpha"], 100 * p["val_control"]) for p in found["points"]],
     }
     levels = {f"{keep:g} of the control at α = 0": 100 * keep * before["val_control"]}
     return _written_to(
-        found, out / f"forget-{client}", alpha_figure(curves, after["alpha"], levels, "α subtracted", "validation accuracy (%)")
+        found,
+        out / f"forget-{args.client or 'tau'}",
+        alpha_figure(curves, after["alpha"], levels, "α subtracted", "validation accuracy (%)"),
     )
 
 

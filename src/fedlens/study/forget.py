@@ -1,4 +1,4 @@
-"""Forgetting a client by negation: θ_T − α·τ_k, where τ_k is what client k added to the final model."""
+"""Forgetting by negation (Ilharco et al. 2023): θ_T − α·τ; of a client, τ_k is what it added to the final model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -25,40 +25,55 @@ LADDER = [q / 4 for q in chain(range(12), range(12, 40, 2), range(40, 164, 4))]
 def forget_client(
     run: Run, client: int, *, keep: float = 0.95, grid: Alphas | None = None, device: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
-    """Subtract α·τ_k with the α that lowers the accuracy on the client's classes (target) most while that on the others (control)
-    stays at `keep` of what it was, both on validation. grid None: α rises up to 40, until the target is 0 or the control is lost."""
-    tau = client_vector(run, client)
+    """Subtract what the client added: the target is the classes that it holds, the control all others."""
+    tau, lab = client_vector(run, client), Lab(run, device, root)
+    classes, shared = held_classes(lab, client)
+    found = forget(lab, tau, classes, keep=keep, grid=grid)
+    names = lab.bench.dataset.class_names
+    if shared:
+        found["notes"].append(f"other clients hold {_listed(names, shared)} too, so the target is not client {client} alone")
+    return {"client": client, "shared_classes": [names[c] for c in shared], **found}
+
+
+def forget(lab: Lab, tau: TaskVector, classes: Sequence[int], *, keep: float = 0.95, grid: Alphas | None = None) -> dict[str, Any]:
+    """Task negation with a control: θ_T − α·τ with the α that lowers the accuracy on `classes` (target) most while that on the others
+    (control) stays at `keep` of what it was, both on validation. grid None: α rises up to 40, until the target is 0 or the control
+    is lost."""
     values = LADDER if grid is None else sorted({0.0, *alphas(grid)})
     if values[0] < 0:
         raise bad_value("alphas", values[0], ">= 0: forgetting subtracts")
     if not 0 <= keep <= 1:
         raise bad_value("keep", keep, "0 to 1")
-    lab = Lab(run, device, root)
     check_validation(lab)
-    data, theta, step = lab.bench.dataset, lab.theta(run.state), lab.direction(-tau)
-    classes, shared = held_classes(lab, client)
-    if len(classes) == data.num_classes:
-        raise UserError(f"client: {client} holds images of every class, so there is no control; allowed is a client of some classes")
+    data, theta, step = lab.bench.dataset, lab.theta(lab.run.state), lab.direction(-tau)
+    if len(set(classes)) == data.num_classes:
+        raise UserError("forget: the target is every class, so there is no control; allowed is some of the classes")
     validate, test = (measure(lab, split, name, classes) for split, name in ((data.val, "val"), (data.test, "test")))
     points = climb(lambda alpha: validate(theta + alpha * step), values, keep if grid is None else None)
     chosen = negate(points, "val_target", "val_control", keep) or points[0]
     before, after = ({"alpha": p.alpha, **p.metrics, **test(theta + p.alpha * step)} for p in (points[0], chosen))
-    notes = [] if chosen.alpha else ["no alpha lowers the target while the control stays"]
-    if shared:
-        notes.append(f"other clients hold {_listed(data.class_names, shared)} too, so the target is not client {client} alone")
     return {
-        "run": str(run.path),
-        "client": client,
+        "run": str(lab.run.path),
         "classes": [data.class_names[c] for c in classes],
-        "shared_classes": [data.class_names[c] for c in shared],
         "keep": keep,
         "norm": tau.norm(),
         "density": tau.density,
         "points": [{"alpha": p.alpha, **p.metrics} for p in points],
         "before": before,
         "after": after,
-        "notes": notes,
+        "notes": [] if chosen.alpha else ["no alpha lowers the target while the control stays"],
     }
+
+
+def named_classes(lab: Lab, given: Sequence[str]) -> list[int]:
+    """Classes by number or by name."""
+    names = lab.bench.dataset.class_names
+    numbers = {str(i): i for i in range(len(names))} | {name: i for i, name in enumerate(names)}
+    if wrong := [g for g in given if g not in numbers]:
+        raise bad_value(
+            "classes", wrong[0], f"a number below {len(names)} or one of {', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
+        )
+    return [numbers[g] for g in given]
 
 
 def climb(validate: Callable[[float], dict[str, float]], values: Sequence[float], keep: float | None) -> list[SweepPoint]:
