@@ -73,6 +73,22 @@ def demo_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def study_command(args: argparse.Namespace) -> int:
+    from fedlens.study.plans import read_plan
+    from fedlens.study.runner import Study, study_folder
+
+    plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
+    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry)
+    if args.plan:
+        for planned in plan.runs:
+            print(f"{planned.name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
+        return 0
+    study.run()
+    print((study.folder / "results.md").read_text())
+    print(f"written: {study.folder}/{{results.md,results.csv}}")
+    return 2 if study.failures else 0
+
+
 def doctor_command(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
@@ -187,6 +203,24 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("overrides", nargs="*", metavar="key=value")
     c.add_argument("--out", default="partition.png", help="the figure: .png, .pdf or .svg (default: partition.png)")
 
+    c = command(
+        commands,
+        "study",
+        study_command,
+        "Run a plan of many runs: what is finished is skipped, what was interrupted goes on.",
+        "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data",
+    )
+    c.add_argument(
+        "name", help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, full; or a YAML file"
+    )
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
+    c.add_argument("--seeds", type=int, help="how many (default: the plan's)")
+    c.add_argument("--jobs", type=int, default=1, help="runs at a time, in processes of their own; one a GPU where there are several")
+    c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
+    c.add_argument("--retry", action="store_true", help="try again what failed before")
+    c.add_argument("--plan", action="store_true", help="list the runs and stop")
+
     from fedlens.study.arith_cli import register as register_arith
 
     register_arith(commands, command)
@@ -197,7 +231,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif rest:
+        args.overrides += rest  # key=value after an option
     if not log.handlers:
         console = logging.StreamHandler()
         console.setFormatter(logging.Formatter("%(message)s"))

@@ -1,0 +1,150 @@
+"""Plans of many runs: YAML that a user can copy and edit (fedlens/conf/study/*.yaml).
+
+    question: How do heterogeneity and local steps hurt?      what the study is for
+    seeds: 3                                                  0, 1, 2; or a list
+    where: {embedded: [overrides…], cifar100: [overrides…]}   the first one unless --on says otherwise
+    set: [overrides…]                                         for every run
+    tables:
+      - name: Nc and J
+        set: [overrides…]                                     for every run of this table
+        cases: {IID: [overrides…], Nc=50: {only: cifar100, set: [overrides…]}}
+        grid: {federated.local_steps: [4, 8, 16]}             every case with every combination
+        local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
+
+`include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fedlens.config import Config, choices, compose, identity
+from fedlens.errors import UserError, bad_value, first_line, unknown
+
+PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "include"}
+TABLE_KEYS = {"name", "set", "cases", "grid", "local_steps_in_all"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table, to be run with several seeds."""
+
+    table: str
+    case: str
+    values: tuple[tuple[str, Any], ...]  # of the grid
+
+    @property
+    def label(self) -> str:
+        return ", ".join([self.case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values)])
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of the plan."""
+
+    cell: Cell
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.experiment}-{identity(self.config)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    question: str
+    place: str
+    runs: list[Planned]
+    tables: list[str] = field(default_factory=list)
+
+
+def plan_file(name: str) -> Path:
+    """A YAML file by its path, or a ready-made plan by its name."""
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    if name not in choices("study"):
+        raise unknown("study", name, choices("study"))
+    return Path(__file__).parents[1] / "conf" / "study" / f"{name}.yaml"
+
+
+def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, overrides: Sequence[str] = ()) -> Plan:
+    """Every run of a plan, each with its whole, checked configuration. Overrides come last and hold for all."""
+    path = plan_file(name)
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"study: {path} cannot be read ({first_line(error)})") from None
+    except Exception as error:  # yaml's own errors share no public base with the above
+        raise UserError(f"study: {path} is not YAML ({first_line(error)})") from None
+    if isinstance(content, dict) and content.get("include"):
+        parts = [read_plan(other, place=place, seeds=seeds, overrides=overrides) for other in content["include"]]
+        runs = [planned for part in parts for planned in part.runs]
+        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, [table for part in parts for table in part.tables])
+    if not isinstance(content, dict) or not content.get("tables"):
+        raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
+    _known(content, PLAN_KEYS, f"study {path.stem}")
+    places: Mapping[str, Any] = content.get("where") or {"here": []}
+    place = place or next(iter(places))
+    if place not in places:
+        raise unknown("--on", place, places)
+    common = [*_texts(places[place], "where"), *_texts(content.get("set"), "set")]
+    cells = [found for table in content["tables"] for found in _cells(table, place, common, overrides)]
+    runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
+    return Plan(path.stem, str(content.get("question", "")), place, runs, list(dict.fromkeys(cell.table for cell, _ in cells)))
+
+
+def _seeds(content: Mapping[str, Any], asked: int | None) -> list[int]:
+    given = content.get("seeds", 1) if asked is None else asked
+    found = list(range(given)) if isinstance(given, int) else list(given)
+    if not found or not all(isinstance(seed, int) and seed >= 0 for seed in found):
+        raise bad_value("seeds", given, "a number of seeds, or a list of seeds >= 0")
+    return found
+
+
+def _seeded(config: Config, seed: int) -> Config:
+    own = copy.deepcopy(config)
+    own.seed = seed
+    return own
+
+
+def _cells(table: Mapping[str, Any], place: str, common: Sequence[str], last: Sequence[str]) -> list[tuple[Cell, Config]]:
+    _known(table, TABLE_KEYS, f"table {table.get('name')}")
+    name, grid = str(table.get("name", "results")), table.get("grid") or {}
+    found = []
+    for case, given in (table.get("cases") or {"": []}).items():
+        only = given.get("only") if isinstance(given, Mapping) else None
+        if only not in (None, place):
+            continue
+        own = _texts(given["set"] if isinstance(given, Mapping) else given, f"case {case}")
+        for values in product(*grid.values()):
+            chosen = tuple(zip(grid, values, strict=True))
+            overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *last]
+            config, total = compose(overrides), table.get("local_steps_in_all")
+            total = total.get(place) if isinstance(total, Mapping) else total
+            if total is not None:
+                config.federated.rounds = max(1, round(total / config.federated.local_steps))
+            found.append((Cell(name, str(case).strip(), chosen), config))
+    return found
+
+
+def _texts(given: Any, where: str) -> list[str]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise UserError(f"study: {where} is {type(given).__name__}, allowed is a list of key=value")
+    return [str(text) for text in given]
+
+
+def _known(mapping: Mapping[str, Any], keys: set[str], where: str) -> None:
+    if not isinstance(mapping, Mapping):
+        raise UserError(f"study: {where} is {type(mapping).__name__}, allowed is a mapping")
+    for key in mapping:
+        if key not in keys:
+            raise unknown(f"{where}", str(key), keys)
