@@ -15,7 +15,8 @@ from fedlens.data.partition import partition
 from fedlens.errors import UserError
 from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
-from fedlens.training.setup import set_up
+from fedlens.training import shared, sparse
+from fedlens.training.setup import Bench, set_up
 from fedlens.training.sparse import Scorer
 
 CENTRAL = [*FAST, "experiment=centralized_sparse", "mask.samples=12", "mask.rounds=2", "optim.lr=0.05"]
@@ -193,3 +194,20 @@ def test_a_mask_that_cannot_be_is_one_line(sparse_run: Callable[..., Any], overr
     with pytest.raises(UserError) as error:
         sparse_run("r", *overrides)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_runs_of_one_process_share_features_and_masks_and_nothing_else(
+    sparse_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared._known.clear()
+    made: list[str] = []
+    for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
+        real = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *args, real=real, name=name: (made.append(name), real(*args))[1])
+    first = sparse_run("first", "federated.rounds=1")
+    assert sorted(made) == ["_features", "_features", "calibrated_mask"]
+    again = sparse_run("again", "federated.rounds=1", "optim.lr=0.01")
+    assert len(made) == 3 and again.mask == first.mask
+    assert all(torch.equal(t, again.start[n]) for n, t in first.start.items())
+    other = sparse_run("other", "federated.rounds=1", "seed=1")  # another validation set
+    assert len(made) == 6 and other.mask != first.mask

@@ -20,6 +20,7 @@ from fedlens.models import create_model
 from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
 from fedlens.optim.schedules import schedule_factor
 from fedlens.precision import Precision
+from fedlens.training.shared import digest, remembered, split_digest
 
 log = logging.getLogger("fedlens")
 
@@ -90,6 +91,14 @@ class Bench:
         backbone = getattr(self.model, "features", None)
         if backbone is None:
             raise UserError(f"head: ridge needs a model with features(images); {self.config.model.name} has none")
+        data = split_digest(bank.split)
+        if data is None:
+            return self._features(backbone, bank)
+        weights = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("head.")}
+        key = digest(weights, data, self.pipeline, self.precision, self.config.train.eval_batch_size, torch.get_num_threads())
+        return remembered(key, lambda: self._features(backbone, bank))
+
+    def _features(self, backbone: Callable[[Tensor], Tensor], bank: ImageBank) -> Tensor:
         was_training = self.model.training
         self.model.eval()
         found = []

@@ -21,6 +21,7 @@ from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
 from fedlens.training.setup import Bench
+from fedlens.training.shared import digest, remembered, split_digest
 
 log = logging.getLogger("fedlens")
 BYTES = 4  # a number on the wire is float32
@@ -60,6 +61,16 @@ def first_samples(shard: Index, samples: int | None) -> Tensor:
 
 
 def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
+    """`calibrated_mask`, or what it gave before for the same model, data and configuration: runs that differ in their rate share it."""
+    data = split_digest((bench.train if bench.config.mask.scope == "federated" else bench.val).split)
+    if data is None or bench.config.mask.path is not None:
+        return calibrated_mask(bench, shards)
+    held = [digest(torch.from_numpy(np.ascontiguousarray(shard))) for shard in shards]
+    settings = (bench.config.mask, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads())
+    return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards))
+
+
+def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
     """The mask that the configuration asks for, and what there is to say about it, the bytes that it cost included.
 
     scope central: scores on the validation set. scope federated: every client scores on its own shard, the server adds.
