@@ -3,6 +3,7 @@
 iid: stratified. classes: exactly Nc classes a client. dirichlet: class proportions drawn per client (Hsu et al. 2019).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.seeding import numpy_rng
 
+CHAINS, CHAINED = 1000, 10_000  # samples moved along chains at most, and up to how many clients it is tried
 TRIES = 8  # assignments of classes to clients, while client sizes differ by more than one sample
 Index = NDArray[np.int64]
 Labels = NDArray[np.int64] | torch.Tensor | Sequence[int]
@@ -158,7 +160,39 @@ def _level(held: Index, counts: Index, rng: np.random.Generator, sweeps: int = 2
             total[who], sizes[who, where] = rest + poured, poured
         if (sizes == before).all():
             break
+    for _ in range(CHAINS if len(held) <= CHAINED else 0):  # whole numbers can stick one off: what is left goes along chains
+        if total.max() - total.min() <= 1 or not _shift(held, sizes, total, slots):
+            break
     return sizes
+
+
+def _shift(held: Index, sizes: Index, total: Index, slots: list[tuple[Index, ...]]) -> bool:
+    """Move one sample from a largest client to one smaller by two or more, along clients that share classes. False: there is no such chain,
+    and then no split of this assignment is more equal."""
+    most = total.max()
+    queue = deque(np.flatnonzero(total == most).tolist())
+    came: dict[int, tuple[int, int, int] | None] = dict.fromkeys(queue)  # client -> (from whom, their slot, own slot)
+    poured: set[int] = set()
+    while queue:
+        giver = queue.popleft()
+        for i, c in enumerate(held[giver].tolist()):
+            if c in poured or sizes[giver, i] < 2:
+                continue
+            poured.add(c)
+            for taker, j in zip(*(where.tolist() for where in slots[c]), strict=True):
+                if taker in came:
+                    continue
+                came[taker] = (giver, i, j)
+                queue.append(taker)
+                if total[taker] <= most - 2:
+                    total[taker] += 1
+                    while (step := came[taker]) is not None:
+                        sizes[taker, step[2]] += 1
+                        sizes[step[0], step[1]] -= 1
+                        taker = step[0]
+                    total[taker] -= 1
+                    return True
+    return False
 
 
 def _pour(rest: Index, amount: int) -> Index:
