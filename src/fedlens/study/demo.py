@@ -1,29 +1,57 @@
-"""`fedlens demo`: a story on the embedded data and backbone, told in one HTML page. Nothing is downloaded."""
+"""`fedlens demo`: a story on the embedded data and backbone, told in one HTML page. Nothing is downloaded.
 
-import logging
+Here is what is run; the page's chapters, which say what came of it, are in chapters.py.
+"""
+
+import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-from fedlens.data.dataset import load_dataset
-from fedlens.data.partition import label_counts, partition, partition_stats
+from fedlens.data.dataset import Dataset, load_dataset
+from fedlens.data.partition import partition
 from fedlens.errors import UserError
-from fedlens.runs.store import write_atomic
-from fedlens.study.figures import curves_figure, partition_figure
+from fedlens.runs.store import MASK_FILE, START_FILE, write_atomic
+from fedlens.study import chapters
+from fedlens.study.arith import Lab, sweep_run
+from fedlens.study.interference import interference_of_runs
 from fedlens.study.page import Page
+from fedlens.study.story import Story
 from fedlens.training.execute import Run, run
 
-log = logging.getLogger("fedlens")
 CLIENTS = 50
-FEDERATION = [
+ROUNDS = 6
+FEDERATION = [  # sized so that thirteen federations are a matter of two minutes on two cores
     f"federated.clients={CLIENTS}",
     "federated.participation=0.2",
-    "federated.rounds=15",
-    "federated.eval_every=1",
-    "optim.batch_size=32",
-    "optim.lr=0.03",  # the best for IID shards, and the same for the others: the split is all that differs
+    "federated.local_steps=4",
+    f"federated.rounds={ROUNDS}",
+    "federated.eval_every=2",
+    "optim.batch_size=16",
 ]
+SPLITS = {  # its dense experiment, and what that needs to be told
+    "IID": ["fedavg_iid"],
+    "2 classes a client": ["fedavg_noniid", "data.classes_per_client=2"],
+    "1 class a client": ["fedavg_noniid", "data.classes_per_client=1"],
+}
+STUDIED = "2 classes a client"  # the split of the chapters on masks and task arithmetic: drift that few rounds can overcome
+# Rates: the best by validation loss after the 6 rounds above, 2 classes a client, seed 0, of values a factor of 3 apart with a worse one on
+# either side. Dense training has that of its split on all three, so that the split is all that differs.
+DENSE_RATE = 0.03
+RATES = {
+    "least_sensitive": 1.0,
+    "most_sensitive": 0.03,
+    "lowest_magnitude": 0.3,
+    "highest_magnitude": 0.3,
+    "random": 0.1,
+    "qk_only": 1.0,
+}
+TALOS = "least_sensitive"  # the rule that the chapters on task arithmetic follow
+ALPHAS = (-1.0, -0.5, 0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+HALF_ROUNDS = 4
+GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5)  # both axes of the disentanglement map
+GRID_SAMPLES = 60  # validation images of each task of the map
 MARK = ".fedlens-demo"
 
 
@@ -35,94 +63,95 @@ def demo(out: Path, seed: int = 0) -> Path:
     out.mkdir(parents=True)
     (out / MARK).touch()
     started = time.monotonic()
+    story = live(out / "runs", seed)
     page = Page(
         "fedlens demo",
-        "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine.",
+        "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine, "
+        f"every figure from one run with seed {seed}.",
     )
-    partitions(page, seed)
-    central = run([f"run.dir={out / 'runs' / 'centralized'}", f"seed={seed}"])
-    baseline(page, central)
-    federations = {
-        name: run([f"experiment={experiment}", *FEDERATION, f"run.dir={out / 'runs' / experiment}", f"seed={seed}"])
-        for name, experiment in (("IID", "fedavg_iid"), ("1 class a client", "fedavg_noniid"))
-    }
-    drift(page, federations, central)
-    page.section("Run it yourself")
-    page.code(
-        "fedlens run experiment=fedavg_noniid data.classes_per_client=2 seed=1\nfedlens resume runs/…      # after an interruption, to the same bits\nfedlens run -m seed=0,1,2  # a sweep"
-    )
+    for chapter in (
+        chapters.partitions,
+        chapters.baseline,
+        chapters.drift,
+        chapters.masks,
+        chapters.arithmetic,
+        chapters.interference,
+        chapters.yourself,
+    ):
+        chapter(page, story)
     page.parts.append(f'<p class="soft">Made in {time.monotonic() - started:.0f} s.</p>')
     path = out / "index.html"
     write_atomic(path, page.html())
     return path
 
 
-def drift(page: Page, runs: Mapping[str, Run], central: Run) -> None:
-    ridge = 100 * central.summary["ridge"]["val_accuracy"]
-    page.section(
-        "3. FedAvg, and what client drift is",
-        f"Each round {CLIENTS // 5} of {CLIENTS} clients take the global model, make 4 steps of SGD on their own images and send back what "
-        "changed: a task vector Δ. The server adds the mean of the Δ to the model. Clients that hold the same mixture agree a little in "
-        "every round, and the mean keeps what they agree on. When each holds one class, how far they agree depends on which classes happen to "
-        "meet: updates for different classes cancel, and what is left pulls the model towards this round's classes and away from the "
-        "others. That is client drift: interference between task vectors.",
-    )
-    curves = {name: [(m["round"], 100 * m["val_accuracy"]) for m in r.metrics if "val_accuracy" in m] for name, r in runs.items()}
-    levels = {"centralised": 100 * central.summary["val_accuracy"], "ridge head only, no rounds": ridge}
-    page.figure(
-        curves_figure(curves, "round", "validation accuracy (%)", levels),
-        "FedAvg by round, against no rounds at all and all data in one place.",
-    )
-    for key, label, caption in (
-        ("cosine", "mean cosine between clients' Δ", "How far clients agree: the mean cosine between the updates of a round."),
-        ("drift_ratio", "‖mean Δ‖ / mean ‖Δ‖", "What is left of the updates when they are averaged: 1 if all agree, 0 if they cancel."),
-    ):
-        page.figure(curves_figure({name: [(m["round"], m[key]) for m in r.metrics] for name, r in runs.items()}, "round", label), caption)
-    rows: list[list[object]] = [["centralised", 100 * central.summary["test_accuracy"], "", central.summary["seconds"]]]
-    for name, r in runs.items():
-        rows.append([f"FedAvg, {name}", 100 * r.summary["test_accuracy"], f"{r.summary['bytes_up'] / 1e6:,.0f} MB", r.summary["seconds"]])
-    page.table(["", "test accuracy (%), n = 1", "sent by clients", "seconds"], rows)
+def live(folder: Path, seed: int) -> Story:
+    """All runs and measurements of the story, in its order.
+
+    The closed-form head is fitted once, by the first run: the sums behind it add over clients, so every federation would find the same.
+    The others start where it did, at one θ₀, which is what their task vectors have in common.
+    """
+
+    def go(name: str, *overrides: str) -> Run:
+        return run([*overrides, f"run.dir={quoted(folder / name)}", f"seed={seed}"])
+
+    def federation(name: str, split: str, rate: float, *overrides: str) -> Run:
+        experiment = "fedavg_noniid_sparse" if any(o.startswith("mask.") for o in overrides) else SPLITS[split][0]
+        start = ["head=linear", f"model.weights={quoted(central.path / START_FILE)}"]
+        return go(name, f"experiment={experiment}", *SPLITS[split][1:], *FEDERATION, *start, f"optim.lr={rate}", *overrides)
+
+    central = go("centralized", "experiment=centralized", "train.epochs=3")
+    dense = {split: federation(f"dense-{split.replace(' ', '_')}", split, DENSE_RATE) for split in SPLITS}
+    sparse = {rule: federation(f"sparse-{rule}", STUDIED, rate, *masked(rule)) for rule, rate in RATES.items()}
+    sweeps = {name: sweep_run(found, grid=ALPHAS) for name, found in (("dense", dense[STUDIED]), (TALOS, sparse[TALOS]))}
+
+    data = dataset_of(central)
+    groups, left_out = halves(data, seed)
+    maps, sums = {}, {}
+    for name, rate, mask in (("dense", DENSE_RATE, []), (TALOS, RATES[TALOS], masked(TALOS, sparse[TALOS].path / MASK_FILE))):
+        pair = [
+            federation(
+                f"half-{half}-{name}",
+                "1 class a client",
+                rate,
+                f"federated.exclude={gone}",
+                f"federated.rounds={HALF_ROUNDS}",
+                f"federated.eval_every={HALF_ROUNDS}",
+                *mask,
+            )
+            for half, gone in zip((1, 2), left_out, strict=True)
+        ]
+        maps[name] = interference_of_runs(pair, GRID, GRID_SAMPLES)
+        sums[name] = added(pair)
+    return Story(seed, CLIENTS, ROUNDS, data, central, dense, STUDIED, sparse, RATES, DENSE_RATE, TALOS, sweeps, groups, maps, sums)
 
 
-def partitions(page: Page, seed: int) -> None:
-    labels = load_dataset("fashion_mini", seed=seed).train.labels
-    plans = {
-        "IID": partition(labels, CLIENTS, "iid", seed=seed),
-        "2 classes a client": partition(labels, CLIENTS, "classes", classes_per_client=2, seed=seed),
-        "1 class a client": partition(labels, CLIENTS, "classes", classes_per_client=1, seed=seed),
-        "Dirichlet, α = 1": partition(labels, CLIENTS, "dirichlet", alpha=1.0, seed=seed),
-    }
-    page.section(
-        "1. Data that lives apart",
-        f"{len(labels):,} training images are split over {CLIENTS} clients, every image on exactly one. With IID shards all clients see the "
-        "same mixture; with few classes a client their gradients point in different directions, and averaging what they learn costs accuracy.",
-    )
-    page.figure(
-        partition_figure({name: label_counts(labels, shards) for name, shards in plans.items()}), "Samples of each class on each client."
-    )
-    rows = []
-    for name, shards in plans.items():
-        s = partition_stats(labels, shards)
-        rows.append([name, f"{s.size_min} to {s.size_max}", f"{s.classes_min} to {s.classes_max}", s.label_entropy, s.tv_distance])
-    page.table(["partition", "samples a client", "classes a client", "label entropy (nats)", "distance to the global label law"], rows)
+def masked(rule: str, path: Path | None = None) -> list[str]:
+    return [f"mask.strategy={rule}", "mask.density=0.1", "mask.samples=150", *([] if path is None else [f"mask.path={quoted(path)}"])]
 
 
-def baseline(page: Page, finished: Run) -> None:
-    summary, metrics = finished.summary, finished.metrics
-    ridge = 100 * summary["ridge"]["val_accuracy"]
-    page.section(
-        "2. The centralised baseline",
-        "A closed-form (ridge) head on the pretrained features needs no gradient step at all. Fine-tuning the whole network on all data in "
-        "one place then gives the ceiling that a federation is measured against. The epoch is chosen on validation; the test set is read once.",
-    )
-    curve = {"fine-tuned, validation": [(m["epoch"], 100 * m["val_accuracy"]) for m in metrics]}
-    page.figure(curves_figure(curve, "epoch", "accuracy (%)", {"ridge head only, validation": ridge}), "Validation accuracy by epoch.")
-    rows: list[list[object]] = [
-        ["ridge head only, validation accuracy (%)", ridge],
-        ["fine-tuned, validation accuracy (%)", 100 * summary["val_accuracy"]],
-        ["fine-tuned, test accuracy (%)", 100 * summary["test_accuracy"]],
-        ["epochs", summary["epochs"]],
-        ["seconds", summary["seconds"]],
-        ["images a second", summary["images_per_second"]],
-    ]
-    page.table(["", "value"], rows)
+def quoted(path: Path) -> str:
+    """A path as the value of an override, whatever characters it has. In Hydra's quotes a backslash is special before a quote only."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path)) + "'"
+
+
+def dataset_of(found: Run) -> Dataset:
+    c = found.config
+    return load_dataset(c.data.name, c.data.root, val_fraction=c.data.val_fraction, seed=c.seed)
+
+
+def halves(data: Dataset, seed: int) -> tuple[tuple[list[str], list[str]], tuple[list[int], list[int]]]:
+    """Two federations that share no class: the names of the classes of each, and the clients that each goes without."""
+    shards = partition(data.train.labels, CLIENTS, "classes", classes_per_client=1, seed=seed)
+    middle = data.num_classes // 2
+    upper = [int(data.train.labels[int(shard[0])]) >= middle for shard in shards]
+    names = list(data.class_names)
+    return (names[:middle], names[middle:]), ([k for k, u in enumerate(upper) if u], [k for k, u in enumerate(upper) if not u])
+
+
+def added(pair: Sequence[Run]) -> dict[str, float]:
+    """Validation accuracy on all classes: before, after either half alone, and after adding both task vectors."""
+    lab = Lab(pair[0])
+    start, taus = lab.theta(pair[0].start), [lab.direction(half.task_vector()) for half in pair]
+    points = {"θ₀": start, "θ₀ + τ₁": start + taus[0], "θ₀ + τ₂": start + taus[1], "θ₀ + τ₁ + τ₂": start + taus[0] + taus[1]}
+    return {name: lab.evaluate(theta, lab.bench.val)[1] for name, theta in points.items()}

@@ -1,5 +1,6 @@
 """A self-contained HTML page: headings, prose, tables and inline SVG. No request leaves the file."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -14,11 +15,13 @@ body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 62rem; font: 16px/1
 h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; } p { max-width: 46rem; }
 .soft, figcaption { color: var(--soft); font-size: .92rem; }
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem; box-sizing: border-box; }
+.row { display: flex; flex-wrap: wrap; gap: .8rem; } .row svg { flex: 0 1 auto; min-width: 0; } .row svg:not(:only-child) { flex: 1 1 22rem; }
 table { border-collapse: collapse; margin: .8rem 0; } th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; } code, pre { font: .9em ui-monospace, monospace; }
 pre { padding: .7rem 1rem; border: 1px solid var(--line); border-radius: 8px; overflow-x: auto; }
 @media print { body { max-width: none; } }
 """
+NUMBER = re.compile(r"[+-]?[\d.,]+( (MB|%))?|nan|-?inf")  # stands at the right of its cell
 
 
 class Page:
@@ -29,18 +32,23 @@ class Page:
         self.parts = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>']
 
     def section(self, heading: str, *paragraphs: str) -> None:
-        self.parts += [f"<h2>{escape(heading)}</h2>", *(f"<p>{escape(p)}</p>" for p in paragraphs)]
+        self.parts.append(f"<h2>{escape(heading)}</h2>")
+        self.text(*paragraphs)
 
-    def figure(self, figure: Figure, caption: str) -> None:
+    def text(self, *paragraphs: str) -> None:
+        self.parts += [f"<p>{escape(p)}</p>" for p in paragraphs]
+
+    def figure(self, figure: Figure, caption: str, *beside: Figure) -> None:
+        """A figure, or several side by side where the page is wide enough, under one caption."""
+        drawn = "".join(map(as_svg, (figure, *beside)))
         self.parts.append(
-            f'<figure role="img" aria-label="{escape(caption)}">{as_svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>'
+            f'<figure role="img" aria-label="{escape(caption)}"><div class="row">{drawn}</div><figcaption>{escape(caption)}</figcaption></figure>'
         )
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         def cell(value: object) -> str:
-            if isinstance(value, float):
-                return f'<td class="number">{value:.2f}</td>'
-            return f'<td class="number">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(str(value))}</td>"
+            text = f"{value:.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+            return f'<td class="number">{text}</td>' if NUMBER.fullmatch(text) else f"<td>{escape(text)}</td>"
 
         head = "".join(f"<th>{escape(h)}</th>" for h in header)
         body = "".join("<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows)
