@@ -29,6 +29,7 @@ FEDERATION = [  # sized so that thirteen federations are a matter of two minutes
     f"federated.rounds={ROUNDS}",
     "federated.eval_every=2",
     "optim.batch_size=16",
+    "run.keep_last=1",
 ]
 SPLITS = {  # its dense experiment, and what that needs to be told
     "IID": ["fedavg_iid"],

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -60,7 +61,7 @@ def curves_figure(
 
 def mask_figure(masks: Mapping[str, Mask]) -> Figure:
     """Where masks lie, a row a mask: the density of each layer from input to output, and of what kind the weights are that move."""
-    figure = Figure(figsize=(8.8, 2.0 + 0.72 * len(masks)), layout="constrained")
+    figure = Figure(figsize=(8.8, 2.2 + 0.72 * len(masks)), layout=ConstrainedLayoutEngine(h_pad=0.1))
     FigureCanvasAgg(figure)
     grid, bars = figure.subplots(2, 1)
     layers = list(dict.fromkeys(label for mask in masks.values() for label, _, eligible in mask.by_layer() if eligible))
