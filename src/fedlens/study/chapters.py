@@ -258,6 +258,7 @@ def interference(page: Page, story: Story) -> None:
     page.table(["n = 1", *(spoken(name) for name in maps)], rows)
     samples = sum(maps[rule]["samples"])
     alone, both = [sums["dense"][1], sums["dense"][2]], [sums["dense"][3], sums[rule][3]]
+    balanced = all(at[3] > (at[1] + at[2]) / 2 for at in sums.values())
     page.text(
         f"Over the map ξ is {average['dense']:.0f} % on average for dense training and {average[rule]:.0f} % for {spoken(rule)}: "
         + (
@@ -268,7 +269,7 @@ def interference(page: Page, story: Story) -> None:
         f"On all {story.data.num_classes} classes a half alone has {alone[0]:.0f} % and {alone[1]:.0f} % (dense)"
         + (", less than θ₀: what it learned cost it the other's classes. " if max(alone) < sums["dense"][0] else ". ")
         + f"Added up, the two have {both[0]:.0f} % dense and {both[1]:.0f} % {spoken(rule)}"
-        + (": more than the halves have on average, for their pulls balance in part. " if both[0] > sum(alone) / 2 else ". ")
+        + (": more than their halves have on average, for the pulls balance in part. " if balanced else ". ")
         + "Averaging the clients of a round is that same sum, a small step at a time.",
     )
 
