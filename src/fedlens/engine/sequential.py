@@ -33,6 +33,7 @@ class Sequential:
     compile: bool = False
     name: str = "sequential"
     _models: list[nn.Module] = field(default_factory=list)  # one a worker
+    _compiled: Callable[..., Any] | None = None  # made once: compiled code is of the first worker, the only one then
     _pool: ThreadPoolExecutor | None = None  # its threads stay from round to round, and with them the memory that they have warm
 
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
@@ -72,8 +73,9 @@ class Sequential:
         params, local = dict(model.named_parameters()), torch.empty_like(start)
         for name, view in self.space.views(local).items():
             params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
-        forward = torch.compile(model) if self.compile else model
-        return Worker(self, forward, [params[name] for name in self.space.shapes], masks, local, python)
+        if self.compile and self._compiled is None:
+            self._compiled = torch.compile(model)
+        return Worker(self, self._compiled or model, [params[name] for name in self.space.shapes], masks, local, python)
 
 
 @dataclass

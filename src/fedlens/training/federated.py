@@ -64,7 +64,8 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
     started = time.monotonic()
     algorithm = ALGORITHMS[fed.algorithm](cfg)
     needs_rows = cfg.server.merge != "mean"  # the mean is a running sum; other rules look at all updates side by side
-    needs_all = needs_rows or fed.algorithm == "scaffold" or fed.client_vectors  # on every rank
+    keeps_rows = needs_rows or fed.client_vectors
+    needs_all = keeps_rows or fed.algorithm == "scaffold"  # on every rank
     shards = [shard[:0] if k in fed.exclude else shard for k, shard in enumerate(shards)]
 
     # --- where we are: at the start, or where the last sound checkpoint was written
@@ -161,7 +162,9 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
                     scale = algorithm.scale(update)
                     delta = update.delta if scale == 1.0 else update.delta * scale
                     sums.add(delta, norm * scale, float(update.samples), loss)
-                    arrived.append(Arrived(update.client, update.samples, update.steps, delta.clone() if needs_all else None))
+                    arrived.append(
+                        Arrived(update.client, update.samples, update.steps, delta if keeps_rows else None)
+                    )  # its own memory: needs_all
                     details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
             algorithm.end_round()
             if not needs_all:
@@ -245,12 +248,12 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
 
 @dataclass(frozen=True)
 class Arrived:
-    """An update that was merged; `delta` only where it is needed again."""
+    """An update that came; `delta` [P] only where it is needed once more."""
 
     client: int
     samples: int
     steps: int
-    delta: Any  # Tensor [P] or None
+    delta: Any
 
 
 def merge(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index], arrived: Sequence[Arrived], round_: int) -> Tensor:
