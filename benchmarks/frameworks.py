@@ -1,6 +1,6 @@
 """A round of federated averaging on two CPU cores: a plain PyTorch loop, fedlens, Flower's simulation, pfl-research.
 
-    python benchmarks/frameworks.py                                # all, both models, 3 timed rounds each
+    python benchmarks/frameworks.py                                # all, both models, 3 turns of 3 timed rounds each
     python benchmarks/frameworks.py --only plain,sequential --models tiny --rounds 10
 
 All do the same work (benchmarks/contenders/common.py): 100 clients, 10 a round, 4 local steps of 32 images, SGD with momentum, fp32,
@@ -172,34 +172,59 @@ def stop(process: subprocess.Popen[bytes], seen: set[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def compete(name: str, model: str, rounds: int, envs: Path, scratch: Path) -> dict[str, Any]:
-    """The measurements of a contender's fastest variant, with the other variants' beside them."""
-    contender, tried = CONTENDERS[name], []
-    python = python_of(contender.environment, envs)
-    for number, variant in enumerate(contender.variants):
-        out = scratch / f"{model}-{name}-{number}"
-        out.mkdir()
-        job = {"work": str(scratch / model), "out": str(out), "scratch": str(scratch / f"r{model[0]}{number}"), **variant}
-        memory = execute(python, contender.module, job, contender.processes)
-        result = json.loads((out / "result.json").read_text())
-        warmup, *seconds = result.pop("seconds")
-        assert len(seconds) == rounds
-        median = statistics.median(seconds)
-        tried.append(
-            {
-                "variant": variant,
-                "seconds_a_round": median,
-                "images_a_second": IMAGES / median,
-                "seconds": seconds,
-                "warm_up_seconds": warmup,
-                "peak_pss_bytes": memory.pss,
-                "peak_rss_bytes": memory.rss,
-                **result,
-                "params": out / "params.npy",
-            }
-        )
-    best, *rest = sorted(tried, key=lambda t: t["seconds_a_round"])
-    return best | {"others": rest}
+def measure(name: str, number: int, model: str, rounds: int, envs: Path, scratch: Path) -> dict[str, Any]:
+    """One turn of one variant of a contender, in processes of its own."""
+    contender, variant = CONTENDERS[name], CONTENDERS[name].variants[number]
+    out = Path(tempfile.mkdtemp(prefix=f"{model}-{name}-{number}-", dir=scratch))
+    job = {"work": str(scratch / model), "out": str(out), "scratch": str(scratch / f"r{model[0]}{number}"), **variant}
+    memory = execute(python_of(contender.environment, envs), contender.module, job, contender.processes)
+    result = json.loads((out / "result.json").read_text())
+    warmup, *seconds = result.pop("seconds")
+    assert len(seconds) == rounds
+    return {"variant": variant, "seconds": seconds, "warm_up": warmup, "memory": memory, "facts": result, "params": out / "params.npy"}
+
+
+def pooled(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """The measurements of a variant over all of its turns."""
+    seconds = [second for turn in turns for second in turn["seconds"]]
+    median = statistics.median(seconds)
+    return {
+        "variant": turns[0]["variant"],
+        "seconds_a_round": median,
+        "images_a_second": IMAGES / median,
+        "seconds": seconds,
+        "warm_up_seconds": [turn["warm_up"] for turn in turns],
+        "peak_pss_bytes": max(turn["memory"].pss for turn in turns),
+        "peak_rss_bytes": max(turn["memory"].rss for turn in turns),
+        **turns[0]["facts"],
+        "params": [turn["params"] for turn in turns],
+    }
+
+
+def compete(names: list[str], model: str, turns: int, rounds: int, envs: Path, scratch: Path) -> dict[str, dict[str, Any]]:
+    """All contenders in turn, and again: what else the machine does in the meantime falls on all of them alike.
+
+    A contender's result is that of its fastest variant, with the other variants' beside it.
+    """
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in names}
+    failed: dict[str, str] = {}
+    for turn in range(turns):
+        for name in names:
+            for number in range(len(CONTENDERS[name].variants)):
+                if name not in failed:
+                    say(f"{model}, turn {turn + 1} of {turns}: {CONTENDERS[name].label} {CONTENDERS[name].variants[number]} ...")
+                    try:
+                        found[name].setdefault(number, []).append(measure(name, number, model, rounds, envs, scratch))
+                    except Failed as why:
+                        failed[name] = str(why)
+    results: dict[str, dict[str, Any]] = {}
+    for name, variants in found.items():
+        if name in failed:
+            results[name] = {"failed": failed[name]}
+            continue
+        best, *rest = sorted(map(pooled, variants.values()), key=lambda result: result["seconds_a_round"])
+        results[name] = best | {"others": rest}
+    return results
 
 
 def difference(params: Path, plain: Path, initial: Path) -> dict[str, float]:
@@ -276,7 +301,7 @@ def markdown(record: dict[str, Any]) -> str:
     lines += [f"{m['cpu']}, {m['cores']} cores, load average {m['load_average_before']} before; ", ""]
     lines[-2] += f"Python {m['python']}, torch {m['torch']}, fedlens {m['fedlens']}."
     lines += [
-        f"10 clients a round (of 100), 4 local steps of 32 images. Median of n = {record['rounds']} rounds after a warm-up round.",
+        f"10 clients a round (of 100), 4 local steps of 32 images. Median of n = {record['rounds'] * record['turns']} rounds: {record['turns']} turns of {record['rounds']} after a warm-up round.",
         "",
     ]
     lines += [
@@ -318,16 +343,18 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: chosen(text, CONTENDERS), default=list(CONTENDERS), metavar="NAME,NAME")
     parser.add_argument("--models", type=lambda text: chosen(text, MODELS), default=list(MODELS), metavar="NAME,NAME")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one of warm-up")
+    parser.add_argument("--turns", type=int, default=3, help="how often each contender is started, all of them in turn")
     parser.add_argument("--envs", type=Path, default=ROOT / "build" / "bench-envs", help="where the environments of others are kept")
     parser.add_argument("--out", type=Path, help="the record without its ending: OUT.json and OUT.md are written")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds: {args.rounds} given, allowed is >= 1")
+    for name in ("rounds", "turns"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: {getattr(args, name)} given, allowed is >= 1")
     facts = machine()
     if facts["load_average_before"] > 0.5:
         say(f"the machine is not quiet (load average {facts['load_average_before']}): these figures are a trial, not a record")
     out = args.out or HERE / "records" / f"{facts['date']}-frameworks-cpu"
-    command = ["python benchmarks/frameworks.py", f"--rounds {args.rounds}"]
+    command = ["python benchmarks/frameworks.py", f"--rounds {args.rounds} --turns {args.turns}"]
     command += [f"--only {','.join(args.only)}"] * (args.only != list(CONTENDERS))
     command += [f"--models {','.join(args.models)}"] * (args.models != list(MODELS))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # children inherit it
@@ -339,21 +366,17 @@ def main() -> int:
         for model in args.models:
             (scratch / model).mkdir()
             execute(sys.executable, "common", {"work": str(scratch / model), "out": folder, "model": model, "rounds": args.rounds})
-            results = models[model] = {}
-            for name in args.only:
-                say(f"{model}: {CONTENDERS[name].label} ...")
-                try:
-                    results[name] = compete(name, model, args.rounds, args.envs.resolve(), scratch)
-                except Failed as why:
-                    results[name], sound = {"failed": str(why)}, False
+            results = models[model] = compete(args.only, model, args.turns, args.rounds, args.envs.resolve(), scratch)
+            plain = results.get("plain", {}).get("params", [None])[0]
             for r in [each for result in results.values() for each in (result, *result.get("others", []))]:
-                params = r.pop("params", None)
-                if params and "plain" in args.only and "failed" not in results["plain"]:
-                    plain = scratch / f"{model}-plain-0" / "params.npy"
-                    r["difference"] = difference(params, plain, scratch / model / "initial.npy")
+                sound &= "failed" not in r
+                params = r.pop("params", [])
+                if plain and params:
+                    apart = [difference(each, plain, scratch / model / "initial.npy") for each in params]
+                    r["difference"] = max(apart, key=lambda found: found["of_largest_change"])
                     sound &= r["difference"]["of_largest_change"] <= TOLERANCE
             show(model, results)
-    record = {"command": " ".join(command), "rounds": args.rounds, "machine": facts, "models": models}
+    record = {"command": " ".join(command), "rounds": args.rounds, "turns": args.turns, "machine": facts, "models": models}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(f"{out.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     out.with_name(f"{out.name}.md").write_text(markdown(record))

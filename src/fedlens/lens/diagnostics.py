@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PART = 1 << 20  # coordinates: squares of so many are summed in single precision
+
 
 @dataclass
 class RoundSums:
@@ -27,7 +29,7 @@ class RoundSums:
         self.weight += weight
         self.weighted_norms += weight * norm
         self.norms += norm
-        self.mass += weight * float(delta.abs().sum())
+        self.mass += weight * float(torch.linalg.vector_norm(delta, 1))
         self.loss += weight * loss
         self.count += 1
 
@@ -42,12 +44,13 @@ class RoundSums:
             return {}
         # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
         pairs = self.count * (self.count - 1)
-        cosine = (float(self.directions.double().square().sum()) - self.count) / pairs if pairs else 1.0
+        square = float(torch.stack([torch.dot(part, part) for part in self.directions.split(PART)]).double().sum())
+        cosine = (square - self.count) / pairs if pairs else 1.0
         apart = self.weighted_norms or 1.0
         return {
             "train_loss": self.loss / self.weight,
             "client_norm": self.norms / self.count,
             "drift_ratio": float(torch.linalg.vector_norm(self.total)) / apart if self.weighted_norms else 1.0,
             "cosine": cosine,
-            "sign_conflict": max(0.0, (1 - float(self.total.abs().sum()) / self.mass) / 2) if self.mass else 0.0,
+            "sign_conflict": max(0.0, (1 - float(torch.linalg.vector_norm(self.total, 1)) / self.mass) / 2) if self.mass else 0.0,
         }
