@@ -27,7 +27,7 @@ install: .venv/core.done
 
 .venv/dev.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,tensorboard,mlflow,wandb]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,hf,mlflow,notebooks,search,tensorboard,wandb]'
 	touch $@ .venv/core.done
 
 clean:

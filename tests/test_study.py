@@ -37,7 +37,7 @@ tables:
     cases:
       IID: [experiment=fedavg_iid]
       Nc=2: [experiment=fedavg_noniid, data.classes_per_client=2]
-      large only: {only: large, set: [experiment=centralized]}
+      large only: {large: [experiment=centralized]}
     grid: {federated.local_steps: [1, 2]}
     local_steps_in_all: 4
   - name: again
@@ -83,7 +83,8 @@ def test_the_full_study_is_all_the_others_but_the_quick_one() -> None:
         ("tables: [{name: a, casses: {}}]", "casses"),
         ("seed: 3\ntables: [{name: a}]", "did you mean 'seeds'"),
         ("seeds: 0\ntables: [{name: a}]", "seeds"),
-        ("tables: [{name: a, cases: {x: {set: no}}}]", "a list of key=value"),
+        ("tables: [{name: a, cases: {x: no}}]", "a list of key=value"),
+        ("tables: [{name: a, cases: {x: {hear: []}}}]", "did you mean 'here'"),
         ("tables: [{name: a, set: [optim.lrr=1]}]", "optim.lrr"),
         ("tables: [{name: a, grid: {optim.lr: [-1]}}]", "optim.lr"),
         ("a: [", "is not YAML"),

@@ -84,8 +84,6 @@ def study_command(args: argparse.Namespace) -> int:
             print(f"{planned.name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
         return 0
     study.run()
-    print((study.folder / "results.md").read_text())
-    print(f"written: {study.folder}/{{results.md,results.csv}}")
     return 2 if study.failures else 0
 
 

@@ -44,7 +44,7 @@ class RoundSums:
             return {}
         # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
         pairs = self.count * (self.count - 1)
-        square = float(torch.stack([torch.dot(part, part) for part in self.directions.split(PART)]).double().sum())
+        square = float(torch.stack([torch.dot(part, part) for part in torch.split(self.directions, PART)]).double().sum())
         cosine = (square - self.count) / pairs if pairs else 1.0
         apart = self.weighted_norms or 1.0
         return {

@@ -21,7 +21,7 @@ from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.runs.progress import progress_bar
 from fedlens.training.execute import Run, load_run
 from fedlens.training.setup import set_up
-from fedlens.training.sparse import Scorer
+from fedlens.training.sparse import Scorer, evenly
 
 Source = str | Path
 Alphas = str | Sequence[float]
@@ -126,11 +126,6 @@ def run_fisher(source: Source, device: str | None = None, root: str | None = Non
     parameters = [name for name, _ in lab.bench.model.named_parameters()]
     found = Scorer(lab.bench, train)(evenly(len(train), FISHER_SAMPLES), parameters)
     return {name: found[name] if name in found else torch.zeros_like(tensor) for name, tensor in lab.tensors.items()}
-
-
-def evenly(total: int, count: int) -> Tensor:
-    """Up to `count` positions of `total` at equal distances: a folder's images lie in order of their classes."""
-    return torch.arange(min(total, count)) * total // max(1, min(total, count))
 
 
 # --- along a line

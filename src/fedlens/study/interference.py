@@ -13,9 +13,10 @@ from fedlens.lens.editing import alphas
 from fedlens.lens.geometry import cosines, disentanglement, drift_ratio, linearity_gap, sign_conflict
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.progress import progress_bar
-from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation, evenly
+from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation
 from fedlens.study.forget import client_vector, holdings
 from fedlens.training.execute import Run
+from fedlens.training.sparse import evenly
 
 LINEAR_AT = (0.5, 1.0)  # α at which the model is compared with its linearisation
 

@@ -7,15 +7,17 @@
     tables:
       - name: Nc and J
         set: [overrides…]                                     for every run of this table
-        cases: {IID: [overrides…], Nc=50: {only: cifar100, set: [overrides…]}}
+        cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    place by place: left out where its place has none
         grid: {federated.local_steps: [4, 8, 16]}             every case with every combination
         local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
+        target: 0.85                                          validation accuracy that rounds and bytes are counted to
+    analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
 
 `include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -26,8 +28,8 @@ from omegaconf import OmegaConf
 from fedlens.config import Config, choices, compose, identity
 from fedlens.errors import UserError, bad_value, first_line, unknown
 
-PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "include"}
-TABLE_KEYS = {"name", "set", "cases", "grid", "local_steps_in_all"}
+PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
+TABLE_KEYS = {"name", "question", "set", "cases", "grid", "local_steps_in_all", "target"}
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,20 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Table:
+    name: str
+    question: str = ""
+    target: float | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     question: str
     place: str
     runs: list[Planned]
-    tables: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    analyses: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def plan_file(name: str) -> Path:
@@ -86,7 +96,9 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     if isinstance(content, dict) and content.get("include"):
         parts = [read_plan(other, place=place, seeds=seeds, overrides=overrides) for other in content["include"]]
         runs = [planned for part in parts for planned in part.runs]
-        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, [table for part in parts for table in part.tables])
+        merged = {table.name: table for part in parts for table in part.tables}
+        analyses = [analysis for part in parts for analysis in part.analyses]
+        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, list(merged.values()), analyses)
     if not isinstance(content, dict) or not content.get("tables"):
         raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
     _known(content, PLAN_KEYS, f"study {path.stem}")
@@ -95,9 +107,25 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     if place not in places:
         raise unknown("--on", place, places)
     common = [*_texts(places[place], "where"), *_texts(content.get("set"), "set")]
-    cells = [found for table in content["tables"] for found in _cells(table, place, common, overrides)]
+    cells = [found for table in content["tables"] for found in _cells(table, place, places, common, overrides)]
     runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
-    return Plan(path.stem, str(content.get("question", "")), place, runs, list(dict.fromkeys(cell.table for cell, _ in cells)))
+    tables = [Table(_name(table), str(table.get("question", "")), table.get("target")) for table in content["tables"]]
+    filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
+    return Plan(path.stem, str(content.get("question", "")), place, runs, filled, _analyses(content.get("analyses"), place, places))
+
+
+def _name(table: Mapping[str, Any]) -> str:
+    return str(table.get("name", "results"))
+
+
+def _analyses(given: Any, place: str, places: Collection[str]) -> list[Mapping[str, Any]]:
+    if isinstance(given, Mapping):
+        _known(given, places, "analyses")
+        given = given.get(place)
+    found = [] if given is None else given
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise UserError("study: analyses is not a list of mappings, such as {kind: sweep, of: IID}")
+    return found
 
 
 def _seeds(content: Mapping[str, Any], asked: int | None) -> list[int]:
@@ -114,15 +142,19 @@ def _seeded(config: Config, seed: int) -> Config:
     return own
 
 
-def _cells(table: Mapping[str, Any], place: str, common: Sequence[str], last: Sequence[str]) -> list[tuple[Cell, Config]]:
+def _cells(
+    table: Mapping[str, Any], place: str, places: Collection[str], common: Sequence[str], last: Sequence[str]
+) -> list[tuple[Cell, Config]]:
     _known(table, TABLE_KEYS, f"table {table.get('name')}")
-    name, grid = str(table.get("name", "results")), table.get("grid") or {}
+    name, grid = _name(table), table.get("grid") or {}
     found = []
     for case, given in (table.get("cases") or {"": []}).items():
-        only = given.get("only") if isinstance(given, Mapping) else None
-        if only not in (None, place):
-            continue
-        own = _texts(given["set"] if isinstance(given, Mapping) else given, f"case {case}")
+        if isinstance(given, Mapping):
+            _known(given, places, f"case {case}")
+            if place not in given:
+                continue
+            given = given[place]
+        own = _texts(given, f"case {case}")
         for values in product(*grid.values()):
             chosen = tuple(zip(grid, values, strict=True))
             overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *last]
@@ -130,7 +162,7 @@ def _cells(table: Mapping[str, Any], place: str, common: Sequence[str], last: Se
             total = total.get(place) if isinstance(total, Mapping) else total
             if total is not None:
                 config.federated.rounds = max(1, round(total / config.federated.local_steps))
-            found.append((Cell(name, str(case).strip(), chosen), config))
+            found.append((Cell(name, str(case), chosen), config))
     return found
 
 
@@ -142,7 +174,7 @@ def _texts(given: Any, where: str) -> list[str]:
     return [str(text) for text in given]
 
 
-def _known(mapping: Mapping[str, Any], keys: set[str], where: str) -> None:
+def _known(mapping: Mapping[str, Any], keys: Collection[str], where: str) -> None:
     if not isinstance(mapping, Mapping):
         raise UserError(f"study: {where} is {type(mapping).__name__}, allowed is a mapping")
     for key in mapping:

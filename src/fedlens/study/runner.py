@@ -1,11 +1,9 @@
 """`fedlens study NAME`: execute what a plan lacks. Finished runs are skipped, interrupted ones go on, failed ones are told and retried on demand.
 
-A study is a folder: runs/EXPERIMENT-HASH for every configuration, failures.json, results.csv and results.md. Killed at any moment and
-started again, it ends with the same tables.
+A study is a folder: runs/EXPERIMENT-HASH for every configuration, analyses/ of finished runs, and study.json, which says how they belong
+together (results.py reads it). Killed at any moment and started again, it ends with the same tables.
 """
 
-import csv
-import io
 import json
 import logging
 import os
@@ -14,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,20 +24,20 @@ from fedlens.config import to_yaml
 from fedlens.errors import UserError, first_line
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import write_atomic, write_json
-from fedlens.study.plans import Plan, Planned
-from fedlens.study.statistics import summarise
-from fedlens.training.execute import Run, execute
+from fedlens.study.analyses import wanted
+from fedlens.study.plans import Cell, Plan, Planned
+from fedlens.study.results import STUDY_FILE, StudyResult, read_study
+from fedlens.training.execute import execute
 
 log = logging.getLogger("fedlens")
-SHOWN = ("test_accuracy", "val_accuracy", "rounds", "bytes_up", "bytes_down")  # not seconds: a study that was killed has the same tables
 
 
 class Study:
     def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False) -> None:
-        self.plan, self.folder, self.jobs, self.retry = plan, folder, jobs, retry
-        self.failures: dict[str, str] = _read(folder / "failures.json")
-        if retry:
-            self.failures = {}
+        self.plan, self.folder, self.jobs = plan, folder, jobs
+        self.wanted = wanted(plan)
+        known = _read(folder / STUDY_FILE).get("failures", {})
+        self.failures: dict[str, str] = {} if retry else known  # run or analysis -> why
 
     def path(self, planned: Planned) -> Path:
         return self.folder / "runs" / planned.name
@@ -48,23 +47,64 @@ class Study:
         unique = {planned.name: planned for planned in self.plan.runs}
         return [p for p in unique.values() if not (self.path(p) / "summary.json").is_file() and p.name not in self.failures]
 
-    def run(self) -> None:
+    def run(self) -> StudyResult:
         todo = self.missing()
         total = len({p.name for p in self.plan.runs})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
+        self._tell()  # a report of what is there can be made at any time
         with progress_bar(self.plan.name, total, total - len(todo)) as bar:
             for planned, error in self._executed(todo):
-                if error is not None:
-                    self.failures[planned.name] = error
-                    log.error("%s, seed %d: %s", planned.cell.label, planned.seed, error)
+                self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
                 bar.advance(1, planned.cell.label)
+        self._analyse()
+        self._tell()
+        return read_study(self.folder)
+
+    def _note(self, name: str, label: str, error: str | None) -> None:
+        if error is not None:
+            self.failures[name] = error
+            log.error("%s: %s", label, error)
+            self._tell()
+
+    def _analyse(self) -> None:
+        todo = [w for w in self.wanted if not (self.folder / w.file).is_file() and w.file not in self.failures]
+        todo = [w for w in todo if all((self.path(planned) / "summary.json").is_file() for planned in w.runs)]
+        with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo)) as bar:
+            for each in todo:
+                (self.folder / each.file).parent.mkdir(exist_ok=True)
+                with _quiet():
+                    error = _attempt(lambda each=each: write_json(self.folder / each.file, each.measure(self.folder / "runs")))  # type: ignore[misc]
+                self._note(each.file, f"{each.title}, seed {each.seed}", error)
+                bar.advance(1, each.title)
+
+    def _tell(self) -> None:
+        """study.json: what was planned. Run folders and analyses are found by what it says."""
+        cells: dict[Cell, dict[int, str]] = {}
+        for planned in self.plan.runs:
+            cells.setdefault(planned.cell, {})[planned.seed] = planned.name
+        told = {
+            "name": self.plan.name,
+            "place": self.plan.place,
+            "question": self.plan.question,
+            "tables": [
+                {
+                    **asdict(table),
+                    "cells": [
+                        {"label": cell.label, "case": cell.case, "values": dict(cell.values), "runs": runs}
+                        for cell, runs in cells.items()
+                        if cell.table == table.name
+                    ],
+                }
+                for table in self.plan.tables
+            ],
+            "analyses": [{"kind": w.kind, "title": w.title, "labels": w.labels, "seed": w.seed, "file": w.file} for w in self.wanted],
+            "failures": self.failures,
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "failures.json", self.failures)
-        write_atomic(self.folder / "results.csv", self.csv())
-        write_atomic(self.folder / "results.md", self.markdown())
+        write_json(self.folder / STUDY_FILE, told)
 
     def _executed(self, todo: Sequence[Planned]) -> Iterator[tuple[Planned, str | None]]:
-        """Each run with what went wrong, as they end. One at a time in this process; more in processes of their own, one a GPU where
+        """Each run with what went wrong, in the order of the plan. One at a time in this process; more in processes of their own, one a GPU where
         there are several."""
         if self.jobs == 1:
             for planned in todo:
@@ -80,17 +120,16 @@ class Study:
 
     def _prepared(self, planned: Planned) -> Path:
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
+        planned.config.run.progress = False
         return self.path(planned)
 
     def _here(self, planned: Planned) -> None:
         self._prepared(planned)
-        planned.config.run.progress = False
         with _quiet():
             execute(planned.config)
 
     def _apart(self, planned: Planned, places: "SimpleQueue[int]") -> None:
         path = self._prepared(planned)
-        planned.config.run.progress = False
         wanted = self.folder / "configs" / f"{planned.name}.yaml"
         wanted.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, to_yaml(planned.config))
@@ -108,64 +147,6 @@ class Study:
         if done.returncode:
             raise UserError(([line for line in done.stderr.splitlines() if line.strip()] or ["no message"])[-1].removeprefix("error: "))
 
-    # --- what it says
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One a finished run of the plan."""
-        found = []
-        for planned in self.plan.runs:
-            if (self.path(planned) / "summary.json").is_file():
-                summary = Run(self.path(planned)).summary
-                cell = planned.cell
-                row: dict[str, Any] = {
-                    "table": cell.table,
-                    "case": cell.case,
-                    **dict(cell.values),
-                    "seed": planned.seed,
-                    "run": planned.name,
-                }
-                found.append(row | {key: summary.get(key) for key in SHOWN})
-        return found
-
-    def csv(self) -> str:
-        rows = self.rows()
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
-
-    def markdown(self) -> str:
-        """Mean ± standard deviation [95 % confidence interval] over seeds, with n, table by table."""
-        parts = [f"# {self.plan.name}, on {self.plan.place}", "", self.plan.question, ""]
-        rows = self.rows()
-        for table in self.plan.tables:
-            parts += [
-                f"## {table}",
-                "",
-                "| | test accuracy, % | validation accuracy, % | MB sent by clients |",
-                "| --- | --- | --- | --- |",
-            ]
-            for cell in dict.fromkeys(planned.cell for planned in self.plan.runs if planned.cell.table == table):
-                same = [r for r in rows if (r["table"], r["case"]) == (table, cell.case) and all(r[k] == v for k, v in cell.values)]
-                cells = [_mean([r[key] for r in same]) for key in ("test_accuracy", "val_accuracy")]
-                sent = [r["bytes_up"] / 1e6 for r in same if r["bytes_up"] is not None]
-                parts.append(
-                    f"| {cell.label} | {cells[0]} | {cells[1]} | {sum(sent) / len(sent):,.0f} |"
-                    if sent
-                    else f"| {cell.label} | {cells[0]} | {cells[1]} | - |"
-                )
-            parts.append("")
-        if self.failures:
-            parts += ["## Failed", "", *(f"- {name}: {why}" for name, why in self.failures.items()), ""]
-        return "\n".join(parts)
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return summarise(known).text() if known else "-"
-
 
 def _attempt(work: Callable[[], None]) -> str | None:
     try:
@@ -177,7 +158,7 @@ def _attempt(work: Callable[[], None]) -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -56,8 +56,14 @@ class Scorer:
         return total
 
 
-def first_samples(shard: Index, samples: int | None) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(shard[:samples]))
+def evenly(total: int, count: int | None) -> Tensor:
+    """Up to `count` positions of `total` (all: None) at equal distances: images may lie in order of their classes."""
+    count = total if count is None else min(total, count)
+    return torch.arange(count) * total // max(1, count)
+
+
+def some_samples(shard: Index, samples: int | None) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(shard))[evenly(len(shard), samples)]
 
 
 def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
@@ -83,9 +89,9 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
         federated = c.scope == "federated"
         score = Scorer(bench, bench.train if federated else bench.val)
         if federated:
-            parts = [first_samples(shard, c.samples) for shard in shards]
+            parts = [some_samples(shard, c.samples) for shard in shards]
         else:
-            parts = [torch.arange(len(bench.val))[: c.samples]]
+            parts = [evenly(len(bench.val), c.samples)]
         in_question = sum(int(allowed.sum()) for allowed in eligible(bench.model).values())
 
         def scores(names: Collection[str]) -> Mapping[str, Tensor]:
@@ -163,4 +169,4 @@ def client_fishers(bench: Bench, space: ParamSpace, theta: Tensor, shards: Seque
     """Each client's sensitivities at θ on its own data, for Fisher merging: [clients, P]."""
     space.write(bench.model, theta)
     score, samples = Scorer(bench, bench.train), bench.config.server.fisher_samples
-    return torch.stack([space.compact(space.flatten(score(first_samples(shards[k], samples), list(space.shapes)))) for k in clients])
+    return torch.stack([space.compact(space.flatten(score(some_samples(shards[k], samples), list(space.shapes)))) for k in clients])

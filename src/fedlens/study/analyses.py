@@ -1,0 +1,125 @@
+"""What a study measures on its finished runs, once each: the models stay where they are, the report needs only the numbers.
+
+    analyses:
+      - {kind: sweep, of: Nc=1}                                θ₀ + α·τ: α chosen on validation (arith.py)
+      - {kind: interpolate, of: [centralised, IID]}            the line between two models
+      - {kind: interference, of: [half A, half B]}             cosine, sign conflict, linearity, the map ξ(α₁, α₂)
+      - {kind: interference, of: Nc=1, clients: [0, 1]}        the same of two clients of a run with federated.client_vectors
+      - {kind: forget, of: Nc=1, clients: [0, 1, 2]}           subtract what each of them added
+
+`of` names cells by their labels; `seeds: N` takes the first N seeds (1 unless said). What else is given goes to the function that measures.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.study.arith import interpolate_runs, sweep_run
+from fedlens.study.forget import forget_client
+from fedlens.study.interference import interference_of_clients, interference_of_runs
+from fedlens.study.plans import Plan, Planned
+from fedlens.training.execute import Run
+
+
+def _sweep(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+    return sweep_run(runs[0], **options)
+
+
+def _interpolate(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+    return interpolate_runs(runs[0], runs[1], **options)
+
+
+def _interference(runs: Sequence[Run], clients: Sequence[int] | None = None, **options: Any) -> dict[str, Any]:
+    return interference_of_runs(runs, **options) if clients is None else interference_of_clients(runs[0], clients, **options)
+
+
+def _forget(runs: Sequence[Run], clients: Sequence[int], **options: Any) -> dict[str, Any]:
+    return {"clients": [forget_client(runs[0], client, **options) for client in clients]}
+
+
+@dataclass(frozen=True)
+class Kind:
+    measure: Callable[..., dict[str, Any]]
+    options: tuple[str, ...]
+    cells: tuple[int, int]  # how many it may be about: from, to
+    title: str
+
+
+KINDS = {
+    "sweep": Kind(_sweep, ("grid",), (1, 1), "α sweep of {}"),
+    "interpolate": Kind(_interpolate, ("grid",), (2, 2), "From {} to {}"),
+    "interference": Kind(_interference, ("grid", "samples", "clients"), (1, 8), "Interference of {}"),
+    "forget": Kind(_forget, ("clients", "keep", "grid"), (1, 1), "Forgetting clients of {}"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One analysis of one seed."""
+
+    kind: str
+    labels: tuple[str, ...]
+    seed: int
+    runs: tuple[Planned, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        first, *rest = self.labels
+        said = KINDS[self.kind].title.format(*self.labels) if self.kind == "interpolate" else KINDS[self.kind].title.format(first)
+        return said + ("" if self.kind == "interpolate" or not rest else f" and {', '.join(rest)}")
+
+    @property
+    def file(self) -> str:
+        """Known by what it is of: another configuration or another option is another file."""
+        key = json.dumps([self.kind, [run.name for run in self.runs], self.options], sort_keys=True)
+        return f"analyses/{self.kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+    def measure(self, runs: Path) -> dict[str, Any]:
+        """Run folders are said by their names, so that the study may move."""
+        device, root = self.runs[0].config.device, self.runs[0].config.data.root
+        found = KINDS[self.kind].measure(
+            [Run(runs / planned.name) for planned in self.runs], **self.options, device=None if device == "auto" else device, root=root
+        )
+        plain: dict[str, Any] = json.loads(json.dumps(found).replace(json.dumps(f"{runs}/")[1:-1], ""))
+        return plain
+
+
+def wanted(plan: Plan) -> list[Wanted]:
+    """Every analysis of the plan, checked before anything runs."""
+    found = []
+    for given in plan.analyses:
+        kind = str(given.get("kind"))
+        if kind not in KINDS:
+            raise unknown("analyses: kind", kind, KINDS)
+        allowed = KINDS[kind]
+        options = {key: value for key, value in given.items() if key not in ("kind", "of", "seeds")}
+        for option in options:
+            if option not in allowed.options:
+                raise unknown(f"analyses: {kind}", option, ["of", "seeds", *allowed.options])
+        if kind == "forget" and not options.get("clients"):
+            raise UserError("analyses: forget has no clients, allowed is a list of clients")
+        labels = tuple(str(name) for name in (given["of"] if isinstance(given.get("of"), list) else [given.get("of")]))
+        fewest, most = allowed.cells
+        fewest = 2 if kind == "interference" and "clients" not in options else fewest
+        most = 1 if "clients" in options else most
+        if not fewest <= len(labels) <= most:
+            raise bad_value(f"analyses: {kind} of", ", ".join(labels), f"{fewest} cells" if fewest == most else f"{fewest} to {most} cells")
+        cells = [_cell(plan, label) for label in labels]
+        shared = [seed for seed in cells[0] if all(seed in cell for cell in cells)]
+        for seed in shared[: int(given.get("seeds", 1))]:
+            found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
+    return found
+
+
+def _cell(plan: Plan, label: str) -> dict[int, Planned]:
+    """seed -> run of the first cell that is called so."""
+    for name in ("label", "case"):
+        chosen = next((p.cell for p in plan.runs if getattr(p.cell, name) == label), None)
+        if chosen is not None:
+            return {p.seed: p for p in plan.runs if p.cell == chosen}
+    raise unknown("analyses: of", label, list(dict.fromkeys(p.cell.label for p in plan.runs)))

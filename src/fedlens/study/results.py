@@ -1,0 +1,273 @@
+"""What runs came to, read from their folders: tables of cells, a cell's runs by seed, and analyses beside them. Needs no model and no data.
+
+A study's folder says how its runs belong together (study.json, written by runner.py). Other runs are grouped here: those that differ in nothing
+but the seed are one cell, named by what sets it apart from the others.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fedlens.errors import UserError, first_line
+from fedlens.runs.store import read_metrics
+from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise
+
+STUDY_FILE = "study.json"
+SEARCH_FILE = "search.json"
+NOT_THE_EXPERIMENT = ("run", "seed", "device", "tracking")  # keys of a configuration that do not set a cell apart
+NEAR = 0.95  # of the best cell's validation accuracy: the target of "rounds and bytes to", unless a plan says otherwise
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One finished run."""
+
+    path: Path
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = _json(self.path / "summary.json")
+        return found
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One a line of metrics.jsonl."""
+        return read_metrics(self.path)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return read_config(self.path)
+
+    @cached_property
+    def partition(self) -> Mapping[str, Any] | None:
+        """Statistics and label_counts [clients, classes], of a federated run."""
+        file = self.path / "partition.json"
+        return _json(file) if file.is_file() else None
+
+    @property
+    def mask(self) -> Mapping[str, Any] | None:
+        """density, active, composition (kind of weight -> …), by_layer, bytes_up, …, of a sparse run."""
+        found: Mapping[str, Any] | None = self.summary.get("mask")
+        return found
+
+    def curve(self, x: str, y: str) -> list[tuple[float, float]]:
+        """The points of metrics.jsonl that have both."""
+        return [(float(m[x]), float(m[y])) for m in self.metrics if m.get(x) is not None and m.get(y) is not None]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One entry of a table: runs that differ in their seed."""
+
+    label: str
+    case: str
+    values: Mapping[str, Any]  # of the plan's grid
+    runs: Mapping[int, RunResult]  # seed -> run; those that are finished
+    planned: int
+
+    def of(self, key: str) -> dict[int, float]:
+        """seed -> a number of the summary."""
+        return {seed: float(run.summary[key]) for seed, run in self.runs.items() if run.summary.get(key) is not None}
+
+    def summary(self, key: str) -> Summary | None:
+        found = self.of(key)
+        return summarise(found) if found else None
+
+    def mean_curve(self, x: str, y: str) -> list[tuple[float, Summary]]:
+        """At every x that all seeds have: mean and interval of y."""
+        curves = [dict(run.curve(x, y)) for run in self.runs.values()]
+        shared = set.intersection(*(set(c) for c in curves)) if curves else set()
+        return [(at, summarise([c[at] for c in curves])) for at in sorted(shared)]
+
+
+@dataclass(frozen=True)
+class TableResult:
+    name: str
+    question: str
+    cells: list[CellResult]
+    target: float | None = None  # validation accuracy
+
+    def comparisons(self, key: str = "test_accuracy") -> list[Comparison]:
+        """Every cell minus the first on the seeds that they share, with Holm's correction over the table."""
+        named = {cell.label: cell.of(key) for cell in self.cells if cell.of(key)}
+        return compare(named, baseline=next(iter(named))) if len(named) > 1 else []
+
+    @property
+    def aim(self) -> float | None:
+        """The validation accuracy that rounds and bytes are counted to."""
+        if self.target is not None:
+            return self.target
+        means = [s.mean for cell in self.cells if (s := cell.summary("val_accuracy")) is not None]
+        return NEAR * max(means) if means else None
+
+    def cost(self, cell: CellResult) -> dict[str, dict[int, float]]:
+        """{"rounds", "bytes_up"}: seed -> what it took to the aim; a seed that did not get there is missing."""
+        found: dict[str, dict[int, float]] = {"rounds": {}, "bytes_up": {}}
+        for seed, run in cell.runs.items():
+            if self.aim is not None and any(m.get("bytes_up") is not None and m.get("val_accuracy") is not None for m in run.metrics):
+                for key, value in rounds_and_bytes_to(run.metrics, self.aim).items():
+                    if value is not None:
+                        found[key][seed] = float(value)
+        return found
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was measured on finished runs: see study/analyses.py for what each kind finds."""
+
+    kind: str  # sweep, interpolate, interference, forget
+    title: str
+    labels: list[str]  # the cells that it is about
+    seed: int
+    found: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    name: str
+    place: str
+    question: str
+    tables: list[TableResult]
+    analyses: list[Analysis] = field(default_factory=list)
+    failures: Mapping[str, str] = field(default_factory=dict)  # run -> why
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """Each once."""
+        return list({run.path: run for table in self.tables for cell in table.cells for run in cell.runs.values()}.values())
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search over hyper-parameters (search.py): validation decides, the test set is not read."""
+
+    name: str
+    question: str
+    experiment: list[str]  # the overrides that all trials share
+    keys: list[str]
+    trials: list[Mapping[str, Any]]  # {number, params: key -> value, value: validation accuracy or None, state: complete | pruned | failed}
+    default: Mapping[str, Any]  # {params, value}: the configuration as it comes
+    best: int | None  # number of a trial
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that a report is about."""
+
+    studies: list[StudyResult]
+    searches: list[SearchResult] = field(default_factory=list)
+
+
+def gather(paths: Sequence[str | Path]) -> Gathered:
+    """Studies and searches by their folders; all other runs below the paths as one study of their own, named `runs`."""
+    studies: list[StudyResult] = []
+    loose: list[Path] = []
+    searches: list[SearchResult] = []
+    for given in map(Path, paths):
+        if not given.is_dir():
+            raise UserError(f"report: {given} is not a folder; allowed are run folders, study folders, and folders of them")
+        inside = sorted(file.parent for file in given.rglob(STUDY_FILE))
+        studies += [read_study(folder) for folder in inside]
+        searched = sorted(file.parent for file in given.rglob(SEARCH_FILE))
+        searches += [read_search(folder) for folder in searched]
+        finished = sorted(file.parent for file in given.rglob("summary.json") if (file.parent / "config.yaml").is_file())
+        loose += [folder for folder in finished if not any(folder.is_relative_to(owner) for owner in (*inside, *searched))]
+    if loose:
+        studies.append(StudyResult("runs", "here", "", [TableResult("runs", "", group(dict.fromkeys(loose)))]))
+    if not searches and not any(study.runs for study in studies):
+        raise UserError(f"report: no finished run in {', '.join(map(str, paths))}")
+    return Gathered(studies, searches)
+
+
+def read_search(folder: Path) -> SearchResult:
+    content = _json(folder / SEARCH_FILE)
+    try:
+        return SearchResult(**{name: content[name] for name in ("name", "question", "experiment", "keys", "trials", "default", "best")})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"report: {folder / SEARCH_FILE} is not a search's ({first_line(error)})") from None
+
+
+def read_study(folder: Path) -> StudyResult:
+    content = _json(folder / STUDY_FILE)
+    try:
+        tables = [_table(folder, table, str(content["question"])) for table in content["tables"]]
+        analyses = [
+            Analysis(a["kind"], a["title"], list(a["labels"]), int(a["seed"]), _json(folder / a["file"]))
+            for a in content["analyses"]
+            if (folder / a["file"]).is_file()
+        ]
+        return StudyResult(content["name"], content["place"], content["question"], tables, analyses, content["failures"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"report: {folder / STUDY_FILE} is not a study's ({first_line(error)})") from None
+
+
+def _table(folder: Path, table: Mapping[str, Any], question: str) -> TableResult:
+    cells = []
+    for cell in table["cells"]:
+        named = {int(seed): folder / "runs" / name for seed, name in cell["runs"].items()}
+        finished = {seed: RunResult(path, seed) for seed, path in named.items() if (path / "summary.json").is_file()}
+        cells.append(CellResult(cell["label"], cell["case"], cell["values"], finished, len(named)))
+    return TableResult(table["name"], table.get("question") or question, cells, table.get("target"))
+
+
+# --- runs that no study planned
+
+
+def group(folders: Iterable[Path]) -> list[CellResult]:
+    found: dict[str, list[tuple[dict[str, Any], RunResult]]] = {}
+    for folder in folders:
+        config = read_config(folder)
+        flat = dict(_flat({key: value for key, value in config.items() if key not in NOT_THE_EXPERIMENT}))
+        found.setdefault(json.dumps(flat, sort_keys=True, default=str), []).append((flat, RunResult(folder, int(config.get("seed", 0)))))
+    flats = [members[0][0] for members in found.values()]
+    varied = [key for key in dict.fromkeys(key for flat in flats for key in flat) if len({str(flat.get(key)) for flat in flats}) > 1]
+    cells: list[CellResult] = []
+    for members in found.values():
+        flat = members[0][0]
+        values = {key: flat[key] for key in varied if flat.get(key) is not None and key != "experiment"}
+        label = ", ".join([str(flat.get("experiment", "run")), *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values.items())])
+        number, taken = count(2), {cell.label for cell in cells}
+        while label in taken:
+            label = f"{label} ({next(number)})"
+        runs: dict[int, RunResult] = {}
+        for _, run in members:  # the same configuration twice: the later folder counts
+            runs[run.seed] = run
+        cells.append(CellResult(label, str(flat.get("experiment", "run")), values, runs, len(runs)))
+    return cells
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml as it is, whatever version wrote it."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    except Exception as error:  # yaml's own errors share no public base with those of the disk
+        raise UserError(f"report: {folder / 'config.yaml'} cannot be read ({first_line(error)})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"report: {folder / 'config.yaml'} is not a configuration")
+    return {str(key): value for key, value in content.items()}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"report: {path} cannot be read ({first_line(error)})") from None
