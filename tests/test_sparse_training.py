@@ -211,3 +211,30 @@ def test_runs_of_one_process_share_features_and_masks_and_nothing_else(
     assert all(torch.equal(t, again.start[n]) for n, t in first.start.items())
     other = sparse_run("other", "federated.rounds=1", "seed=1")  # another validation set
     assert len(made) == 6 and other.mask != first.mask
+
+
+def test_processes_share_features_and_masks_on_disk(
+    sparse_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(shared.CACHE, str(tmp_path / "cache"))
+
+    def run(name: str) -> Any:
+        monkeypatch.setattr(shared, "_known", type(shared._known)())  # as a new process would begin
+        return sparse_run(name, "federated.rounds=1")
+
+    first = run("first")
+    kept = sorted((tmp_path / "cache").iterdir())
+    assert len(kept) == 3
+    for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
+        monkeypatch.setattr(home, name, lambda *args: pytest.fail("made again"))
+    again = run("again")
+    assert again.mask == first.mask and all(torch.equal(t, again.state[n]) for n, t in first.state.items())
+    monkeypatch.undo()
+    monkeypatch.setenv(shared.CACHE, str(tmp_path / "cache"))
+    for folder in kept:
+        for file in folder.iterdir():
+            file.write_bytes(file.read_bytes()[:20])
+    assert run("damaged").mask == first.mask and sorted((tmp_path / "cache").iterdir()) == kept
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(shared.CACHE, str(tmp_path / "file" / "below"))  # no place to keep anything
+    assert run("nowhere").mask == first.mask

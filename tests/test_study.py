@@ -16,7 +16,10 @@ from fedlens.cli import main
 from fedlens.config import choices
 from fedlens.errors import UserError
 from fedlens.study.plans import plan_file, read_plan
+from fedlens.study.report.markdown import csv_rows, markdown_report
+from fedlens.study.results import gather
 from fedlens.study.runner import Study
+from fedlens.training import shared
 
 QUICK = [
     *FAST,
@@ -65,15 +68,17 @@ def test_a_plan_is_every_case_with_every_value_and_seed(plan_path: Path) -> None
 
 @pytest.mark.parametrize("name", sorted(set(choices("study")) - {"full"}))
 def test_every_ready_made_plan_is_sound_on_both_data_sets(name: str) -> None:
-    for place in ("embedded",) if name == "quick" else ("embedded", "cifar100"):
+    places = list(OmegaConf.load(plan_file(name)).where)
+    assert places == {"quick": ["embedded"], "rates": ["cifar100"]}.get(name, ["embedded", "cifar100"])
+    for place in places:
         plan = read_plan(name, place=place, seeds=1)
         assert plan.runs and plan.question
         rounds = {p.config.federated.local_steps * p.config.federated.rounds for p in plan.runs if p.cell.table == "Nc and J"}
         assert len(rounds) <= 1
 
 
-def test_the_full_study_is_all_the_others_but_the_quick_one() -> None:
-    assert set(OmegaConf.load(plan_file("full")).include) == set(choices("study")) - {"full", "quick"}
+def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_rates() -> None:
+    assert set(OmegaConf.load(plan_file("full")).include) == set(choices("study")) - {"full", "quick", "rates"}
 
 
 @pytest.mark.parametrize(
@@ -102,22 +107,30 @@ def test_a_plan_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: s
             read_plan(bad)
 
 
+def tables(folder: Path) -> tuple[str, str]:
+    """What a report says of a study."""
+    gathered = gather([folder])
+    return markdown_report(gathered), csv_rows(gathered)
+
+
 def small_study(plan_path: Path, folder: Path, seeds: int = 1, **kw: bool | int) -> Study:
     return Study(read_plan(str(plan_path), seeds=seeds, overrides=QUICK), folder, **kw)  # type: ignore[arg-type]
 
 
 def test_a_study_runs_what_is_missing_once_and_tells_n(plan_path: Path, tmp_path: Path) -> None:
     study = small_study(plan_path, tmp_path / "s", seeds=2)
-    study.run()
-    text = (tmp_path / "s" / "results.md").read_text()
-    assert "Which?" in text and text.count("(n = 2)") == 2 * 5 and "±" in text
+    found = study.run()
+    assert found.question == "Which?" and [len(table.cells) for table in found.tables] == [4, 1]
+    assert all(cell.planned == len(cell.runs) == 2 for table in found.tables for cell in table.cells)
+    text = tables(tmp_path / "s")
+    assert "±" in text[0] and not list((tmp_path / "s" / "runs").glob("*/checkpoints"))
     assert len(list((tmp_path / "s" / "runs").iterdir())) == 6  # QUICK fixes J, so the values of the grid are one run
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "s" / "runs").rglob("summary.json")}
     again = small_study(plan_path, tmp_path / "s", seeds=2)
     assert again.missing() == []
     again.run()
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "s" / "runs").rglob("summary.json")} == before
-    assert (tmp_path / "s" / "results.md").read_text() == text
+    assert tables(tmp_path / "s") == text
 
 
 def test_a_failure_is_told_the_rest_goes_on_and_a_retry_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,11 +138,11 @@ def test_a_failure_is_told_the_rest_goes_on_and_a_retry_is_asked_for(tmp_path: P
     path.write_text(
         "tables: [{name: t, cases: {bad: [experiment=fedavg_iid, optim.lr=1e30, optim.clip_norm=null], good: [experiment=fedavg_iid]}}]"
     )
-    arguments = ["study", str(path), "--out", str(tmp_path / "s"), *QUICK]
+    arguments = ["study", str(path), "--out", str(tmp_path / "s"), "--no-report", *QUICK]
     assert main(arguments) == 2
     out = capsys.readouterr().out
-    assert "## Failed" in out and "is finite" in out and "| good |" in out and "(n = 1)" in out
-    assert list(json.loads((tmp_path / "s" / "failures.json").read_text()))
+    assert "Failed" in out and "is finite" in out and "| good |" in out and "(n = 1)" in out
+    assert list(json.loads((tmp_path / "s" / "study.json").read_text())["failures"])
     plan = read_plan(str(path), overrides=QUICK)
     assert Study(plan, tmp_path / "s").missing() == [] and len(Study(plan, tmp_path / "s", retry=True).missing()) == 1
 
@@ -138,8 +151,7 @@ def test_two_jobs_give_the_tables_of_one(plan_path: Path, tmp_path: Path) -> Non
     one, two = small_study(plan_path, tmp_path / "one"), small_study(plan_path, tmp_path / "two", jobs=2)
     one.run()
     two.run()
-    for name in ("results.md", "results.csv"):
-        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    assert tables(tmp_path / "one") == tables(tmp_path / "two")
 
 
 def test_a_study_that_is_killed_and_started_again_ends_with_the_same_tables(plan_path: Path, tmp_path: Path) -> None:
@@ -153,7 +165,87 @@ def test_a_study_that_is_killed_and_started_again_ends_with_the_same_tables(plan
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (tmp_path / "torn" / "results.md").exists()
+    assert len(list(runs.glob("*/summary.json"))) < len(list((tmp_path / "whole" / "runs").iterdir()))
     small_study(plan_path, tmp_path / "torn").run()
-    for name in ("results.md", "results.csv"):
-        assert (tmp_path / "whole" / name).read_text() == (tmp_path / "torn" / name).read_text()
+    assert tables(tmp_path / "whole") == tables(tmp_path / "torn")
+
+
+ANALYSED = """
+set: [experiment=fedavg_noniid, data.classes_per_client=1, federated.participation=1.0]
+tables:
+  - name: t
+    cases: {whole: [federated.client_vectors=true], A: ["federated.exclude=[5,6,7,8,9]"], B: ["federated.exclude=[0,1,2,3,4]"]}
+analyses:
+  - {kind: sweep, of: whole, grid: [0, 1]}
+  - {kind: interpolate, of: [A, B], grid: [0, 0.5, 1]}
+  - {kind: interference, of: [A, B], grid: [0, 1], samples: 10}
+  - {kind: interference, of: whole, clients: [0, 1], grid: [0, 1], samples: 10}
+  - {kind: forget, of: whole, clients: [0], grid: [0, 1]}
+"""
+
+
+def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(ANALYSED)
+    monkeypatch.setattr(shared, "_known", type(shared._known)())  # so that what is kept on disk is made
+    plan = read_plan(str(path), overrides=[text for text in QUICK if "val_fraction" not in text])
+    found = Study(plan, tmp_path / "s").run()
+    assert not found.failures
+    assert [a.kind for a in found.analyses] == ["sweep", "interpolate", "interference", "interference", "forget"]
+    assert found.analyses[1].title == "From A to B" and found.analyses[2].found["xi"] is not None
+    assert str(tmp_path) not in "".join(file.read_text() for file in (tmp_path / "s" / "analyses").iterdir())
+    assert list((tmp_path / "s" / "cache").iterdir())
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()}
+    Study(plan, tmp_path / "s").run()
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()} == stamps
+    for planned in plan.runs:  # what is kept of a study without its weights is still its tables and figures
+        (tmp_path / "s" / "runs" / planned.name / "model.safetensors").unlink()
+    assert len(gather([tmp_path / "s"]).studies[0].analyses) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{kind: sweap, of: whole}", "did you mean 'sweep'"),
+        ("{kind: sweep, of: hole}", "did you mean 'whole'"),
+        ("{kind: sweep, of: [whole, A]}", "1 cells"),
+        ("{kind: sweep, of: whole, samples: 3}", "samples"),
+        ("{kind: interference, of: whole}", "2 to 8 cells"),
+        ("{kind: forget, of: whole}", "forget has no clients"),
+        ("sweep", "a list of mappings"),
+    ],
+)
+def test_an_analysis_that_cannot_be_is_one_line_before_anything_runs(tmp_path: Path, given: str, said: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(ANALYSED.partition("analyses:")[0] + f"analyses: [{given}]\n")
+    with pytest.raises(UserError) as error:
+        Study(read_plan(str(path), overrides=QUICK), tmp_path / "s")
+    assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "s").exists()
+
+
+def test_what_only_some_combinations_get(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        PLAN.replace(
+            "    local_steps_in_all: 4\n",
+            "    special: [{case: IID, federated.local_steps: 2, set: [optim.lr=0.5]}, {place: large, set: [optim.lr=0.7]}]\n    evaluations: 2\n",
+        )
+    )
+    runs = [p for p in read_plan(str(path), seeds=1, overrides=["federated.rounds=6"]).runs if p.cell.table == "steps"]
+    rates = {p.cell.label: p.config.optim.lr for p in runs}
+    assert (
+        rates["IID, local_steps 2"] == 0.5 and list(rates.values()).count(0.5) == 1 and {p.config.federated.eval_every for p in runs} == {3}
+    )
+    assert {p.config.optim.lr for p in read_plan(str(path), place="large", seeds=1).runs if p.cell.case == "Nc=2"} == {0.7}
+
+
+def test_runs_that_no_study_planned_are_grouped_by_what_differs(tmp_path: Path) -> None:
+    for name, more in {"a": ["seed=0"], "b": ["seed=1"], "c": ["seed=0", "optim.lr=0.001"]}.items():
+        assert main(["run", "experiment=fedavg_iid", *QUICK, *more, f"run.dir={tmp_path / 'runs' / name}"]) == 0
+    (study,) = gather([tmp_path]).studies
+    assert {cell.label: sorted(cell.runs) for cell in study.tables[0].cells} == {"fedavg_iid, lr 0.03": [0, 1], "fedavg_iid, lr 0.001": [0]}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no finished run"):
+        gather([tmp_path / "empty"])
+    with pytest.raises(UserError, match="not a folder"):
+        gather([tmp_path / "none"])

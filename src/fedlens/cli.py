@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ def demo_command(args: argparse.Namespace) -> int:
 
 def study_command(args: argparse.Namespace) -> int:
     from fedlens.study.plans import read_plan
+    from fedlens.study.report.markdown import markdown_report
+    from fedlens.study.report.write import write_report
+    from fedlens.study.results import Gathered
     from fedlens.study.runner import Study, study_folder
 
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
@@ -83,8 +87,19 @@ def study_command(args: argparse.Namespace) -> int:
         for planned in plan.runs:
             print(f"{planned.name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
         return 0
-    study.run()
+    found = Gathered([study.run()])
+    print(markdown_report(found))
+    if args.report:
+        print(f"written: {write_report(found, study.folder / 'report')}")
     return 2 if study.failures else 0
+
+
+def report_command(args: argparse.Namespace) -> int:
+    from fedlens.study.report.write import write_report
+    from fedlens.study.results import gather
+
+    print(f"written: {write_report(gather(args.paths), Path(args.out), args.title)}")
+    return 0
 
 
 def doctor_command(args: argparse.Namespace) -> int:
@@ -218,6 +233,18 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
     c.add_argument("--retry", action="store_true", help="try again what failed before")
     c.add_argument("--plan", action="store_true", help="list the runs and stop")
+    c.add_argument("--no-report", dest="report", action="store_false", help="tables on the screen only")
+
+    c = command(
+        commands,
+        "report",
+        report_command,
+        "One HTML file, LaTeX tables and figures, a paper's skeleton, Markdown and CSV of any runs and studies.",
+        "fedlens report studies/quick-embedded --out report",
+    )
+    c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
+    c.add_argument("--out", default="report", help="the report's folder (default: report)")
+    c.add_argument("--title", help="of the HTML page")
 
     from fedlens.study.arith_cli import register as register_arith
 
@@ -247,6 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("stopped; an interrupted run goes on with: fedlens resume RUN", file=sys.stderr)
         return 130

@@ -76,6 +76,7 @@ class TrainConfig:
     precision: str = "auto"  # auto | fp32 | bf16 | fp16
     compile: bool = False
     eval_batch_size: int = 256
+    test: bool = True  # false: the test set is not read, for searches
 
 
 @dataclass
@@ -388,4 +389,5 @@ def identity(config: Config) -> str:
     assert isinstance(plain, dict)
     plain = {k: v for k, v in plain.items() if k not in ("run", "device")}
     plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("root", "download")}
+    plain["model"] = {**plain["model"], "weights": plain["model"]["weights"] and Path(plain["model"]["weights"]).name}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]

@@ -29,6 +29,7 @@ from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
 
 log = logging.getLogger("fedlens")
+CHECKPOINTS = "checkpoints"
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
 
 
@@ -77,7 +78,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: IO[str], keep_last: int = 2, keep_best: int = 1) -> None:
         self.path, self._lock = path, lock
         self.keep_last, self.keep_best = keep_last, keep_best
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
 
     # --- opening and closing -------------------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@
         set: [overrides…]                                     for every run of this table
         cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    place by place: left out where its place has none
         grid: {federated.local_steps: [4, 8, 16]}             every case with every combination
+        special:                                              what only some combinations get
+          - {case: IID, federated.local_steps: 16, place: cifar100, set: [optim.lr=1e-4]}
         local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
+        evaluations: 10                                       so many a run, however many rounds it has
         target: 0.85                                          validation accuracy that rounds and bytes are counted to
     analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
 
@@ -29,7 +32,8 @@ from fedlens.config import Config, choices, compose, identity
 from fedlens.errors import UserError, bad_value, first_line, unknown
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
-TABLE_KEYS = {"name", "question", "set", "cases", "grid", "local_steps_in_all", "target"}
+TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target"}
+SPECIAL_KEYS = {"case", "place", "set"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return ", ".join([self.case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values)])
+        return ", ".join(filter(None, [self.case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values)]))
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,25 @@ def _cells(
         own = _texts(given, f"case {case}")
         for values in product(*grid.values()):
             chosen = tuple(zip(grid, values, strict=True))
-            overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *last]
+            special = _special(table, {"case": str(case), "place": place, **dict(chosen)})
+            overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *special, *last]
             config, total = compose(overrides), table.get("local_steps_in_all")
             total = total.get(place) if isinstance(total, Mapping) else total
             if total is not None:
                 config.federated.rounds = max(1, round(total / config.federated.local_steps))
+            if (evaluations := table.get("evaluations")) is not None:
+                config.federated.eval_every = max(1, config.federated.rounds // evaluations)
             found.append((Cell(name, str(case), chosen), config))
+    return found
+
+
+def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """The overrides of all entries that fit this combination."""
+    found: list[str] = []
+    for entry in table.get("special") or []:
+        _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), f"special of {_name(table)}")
+        if all(facts[key] == value for key, value in entry.items() if key != "set"):
+            found += _texts(entry.get("set"), f"special of {_name(table)}")
     return found
 
 

@@ -7,6 +7,7 @@ together (results.py reads it). Killed at any moment and started again, it ends 
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,12 @@ import torch
 from fedlens.config import to_yaml
 from fedlens.errors import UserError, first_line
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import write_atomic, write_json
+from fedlens.runs.store import CHECKPOINTS, write_atomic, write_json
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
 from fedlens.training.execute import execute
+from fedlens.training.shared import CACHE
 
 log = logging.getLogger("fedlens")
 
@@ -52,9 +54,11 @@ class Study:
         total = len({p.name for p in self.plan.runs})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
         self._tell()  # a report of what is there can be made at any time
-        with progress_bar(self.plan.name, total, total - len(todo)) as bar:
+        with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo)) as bar:
             for planned, error in self._executed(todo):
                 self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
+                if error is None:
+                    shutil.rmtree(self.path(planned) / CHECKPOINTS)  # what a finished run needs is in its model.safetensors
                 bar.advance(1, planned.cell.label)
         self._analyse()
         self._tell()
@@ -164,6 +168,19 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def _cache(folder: Path) -> Iterator[None]:
+    """Features and masks are computed once for all runs, those in other processes included; a folder that the user named stays."""
+    if CACHE in os.environ:
+        yield
+        return
+    os.environ[CACHE] = str(folder.resolve())
+    try:
+        yield
+    finally:
+        del os.environ[CACHE]
 
 
 @contextmanager

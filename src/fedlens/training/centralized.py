@@ -21,7 +21,7 @@ from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
-from fedlens.training.setup import Bench, learning_rate
+from fedlens.training.setup import Bench, learning_rate, said
 from fedlens.training.sparse import make_mask, masked_space
 
 log = logging.getLogger("fedlens")
@@ -141,11 +141,10 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     if chosen is None:
         raise UserError(f"run.dir: the best checkpoint (step {best['step']}) is damaged; fedlens resume {run.path} makes it again")
     load_state(model, optimizer, chosen.tensors)
-    test_loss, test_accuracy = bench.evaluate(ImageBank(bench.dataset.test, device))
+    tested = bench.test()
     elapsed = seconds + time.monotonic() - started
     summary = {
-        "test_accuracy": test_accuracy,
-        "test_loss": test_loss,
+        **tested,
         "val_accuracy": best["score"],
         "seconds": elapsed,
         "epochs": step // steps_per_epoch,
@@ -158,7 +157,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     }
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
-    log.info("test accuracy %.2f %% (best epoch %d, %.0f s)", 100 * test_accuracy, summary["best_epoch"], elapsed)
+    log.info("%s (best epoch %d, %.0f s)", said(tested), summary["best_epoch"], elapsed)
     return summary
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fedlens.config import Config
-from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine import choose_engine
 from fedlens.engine.ranks import Ranks
@@ -33,7 +32,7 @@ from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder, write_json
 from fedlens.runs.trackers import Trackers
 from fedlens.training.algorithms import ALGORITHMS
-from fedlens.training.setup import Bench, learning_rate
+from fedlens.training.setup import Bench, learning_rate, said
 from fedlens.training.sparse import BYTES, client_fishers, make_mask, masked_space
 
 log = logging.getLogger("fedlens")
@@ -220,11 +219,10 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
     if chosen is None:
         raise UserError(f"run.dir: the best checkpoint (round {best['step']}) is damaged; fedlens resume {run.path} makes it again")
     model.load_state_dict({n.removeprefix("model."): t for n, t in chosen.tensors.items() if n.startswith("model.")})
-    test_loss, test_accuracy = bench.evaluate(ImageBank(bench.dataset.test, device))
+    tested = bench.test()
     elapsed = seconds + time.monotonic() - started
     summary = {
-        "test_accuracy": test_accuracy,
-        "test_loss": test_loss,
+        **tested,
         "val_accuracy": best["score"],
         "seconds": elapsed,
         "rounds": round_,
@@ -242,7 +240,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         run.keep_client_vectors({k: space.expand(v.to(device), zeros).cpu() for k, v in added.items()}, space)
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
-    log.info("test accuracy %.2f %% (best round %d, %.0f s)", 100 * test_accuracy, best["step"], elapsed)
+    log.info("%s (best round %d, %.0f s)", said(tested), best["step"], elapsed)
     return summary
 
 

@@ -3,12 +3,14 @@
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlens.config import Config, OptimConfig
@@ -20,7 +22,7 @@ from fedlens.models import create_model
 from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
 from fedlens.optim.schedules import schedule_factor
 from fedlens.precision import Precision
-from fedlens.training.shared import digest, remembered, split_digest
+from fedlens.training.shared import Form, digest, remembered, split_digest
 
 log = logging.getLogger("fedlens")
 
@@ -77,6 +79,13 @@ class Bench:
         self.model.train(was_training)
         return float(loss) / len(bank), int(right) / len(bank)
 
+    def test(self) -> dict[str, float | None]:
+        """The test set, which is read here and nowhere else in a run; with train.test=false not even here."""
+        if not self.config.train.test:
+            return {"test_accuracy": None, "test_loss": None}
+        loss, accuracy = self.evaluate(ImageBank(self.dataset.test, self.device))
+        return {"test_accuracy": accuracy, "test_loss": loss}
+
     def description(self, space: ParamSpace) -> dict[str, Any]:
         """What every summary says of its model and where it ran; `space` is what training moves in."""
         return {
@@ -95,8 +104,11 @@ class Bench:
         if data is None:
             return self._features(backbone, bank)
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("head.")}
-        key = digest(weights, data, self.pipeline, self.precision, self.config.train.eval_batch_size, torch.get_num_threads())
-        return remembered(key, lambda: self._features(backbone, bank))
+        key = digest(
+            weights, data, self.pipeline, self.precision, self.config.train.eval_batch_size, torch.get_num_threads(), str(self.device)
+        )
+        form = Form(_write_features, lambda folder: _read_features(folder, self.device))
+        return remembered(key, lambda: self._features(backbone, bank), form)
 
     def _features(self, backbone: Callable[[Tensor], Tensor], bank: ImageBank) -> Tensor:
         was_training = self.model.training
@@ -176,3 +188,16 @@ def environment() -> dict[str, str]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _write_features(features: Tensor, folder: Path) -> None:
+    save_file({"features": features.contiguous()}, folder / "features.safetensors")
+
+
+def _read_features(folder: Path, device: torch.device) -> Tensor:
+    return load_file(folder / "features.safetensors", device=str(device))["features"]
+
+
+def said(tested: Mapping[str, float | None]) -> str:
+    accuracy = tested["test_accuracy"]
+    return "the test set was not read" if accuracy is None else f"test accuracy {100 * accuracy:.2f} %"

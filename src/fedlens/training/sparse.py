@@ -4,10 +4,12 @@ Sensitivities are sums over samples, so those of the clients add up to the centr
 data for the coordinates that are still in question, and gets back one bit a coordinate. Step 0, the head, is in models/heads.py.
 """
 
+import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
 from fedlens.training.setup import Bench
-from fedlens.training.shared import digest, remembered, split_digest
+from fedlens.training.shared import Form, digest, remembered, split_digest
 
 log = logging.getLogger("fedlens")
 BYTES = 4  # a number on the wire is float32
@@ -72,8 +74,21 @@ def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, An
     if data is None or bench.config.mask.path is not None:
         return calibrated_mask(bench, shards)
     held = [digest(torch.from_numpy(np.ascontiguousarray(shard))) for shard in shards]
-    settings = (bench.config.mask, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads())
-    return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards))
+    settings = (bench.config.mask, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads(), str(bench.device))
+    return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards), MASKS)
+
+
+def _write_mask(found: tuple[Mask, dict[str, Any]], folder: Path) -> None:
+    mask, facts = found
+    mask.save(folder / "mask.safetensors")
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _read_mask(folder: Path) -> tuple[Mask, dict[str, Any]]:
+    return Mask.load(folder / "mask.safetensors"), json.loads((folder / "facts.json").read_text())
+
+
+MASKS = Form(_write_mask, _read_mask)
 
 
 def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:

@@ -1,0 +1,19 @@
+"""`fedlens report`: everything into one folder. Made from numbers alone, so that it can be made again anywhere."""
+
+from pathlib import Path
+
+from fedlens.errors import UserError
+from fedlens.runs.store import write_atomic
+from fedlens.study.report.html import html_report
+from fedlens.study.report.latex import write_files
+from fedlens.study.results import Gathered
+
+
+def write_report(gathered: Gathered, out: Path, title: str | None = None) -> Path:
+    """index.html, results.md, results.csv, tables/, figures/, paper.tex and, where a TeX engine is found, paper.pdf; returns the page."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out: {out} is a file; allowed is a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "index.html", html_report(gathered, title))
+    write_files(gathered, out)
+    return out / "index.html"
