@@ -103,7 +103,7 @@ class TableResult:
         named = {cell.label: cell.of(key) for cell in self.cells if cell.of(key)}
         return compare(named, baseline=next(iter(named))) if len(named) > 1 else []
 
-    @property
+    @cached_property
     def aim(self) -> float | None:
         """The validation accuracy that rounds and bytes are counted to."""
         if self.target is not None:

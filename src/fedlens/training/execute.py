@@ -18,7 +18,7 @@ from fedlens.errors import UserError
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
-from fedlens.runs.trackers import Trackers
+from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
 from fedlens.training.setup import environment, set_up
 
@@ -96,10 +96,11 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}-{identity(config)[:6]}"
 
 
-def execute(config: Config, *, go_on: bool = False) -> Run:
+def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None) -> Run:
     """Set up, open the run folder, train. The folder appears only when the input has proved sound.
 
     Under torchrun every process comes here; the first one has the folder.
+    `watch` sees every line of metrics, as the trackers do, and may end the run by raising.
     """
     path = Path(config.run.dir) if config.run.dir else default_folder(config)
     first = int(os.environ.get("RANK", "0")) == 0
@@ -124,6 +125,7 @@ def execute(config: Config, *, go_on: bool = False) -> Run:
             stack.enter_context(folder)
             log.info("run %s", path)
         trackers = Trackers(config.run.trackers if first else [], path, asdict(config))
+        trackers.all += [watch] if watch else []
         ranks = Ranks.start(bench.device)
         stack.callback(ranks.stop)
         try:
