@@ -175,6 +175,26 @@ def test_compiled_and_eager_cohorts_agree(bench: Bench, monkeypatch: pytest.Monk
         assert float((a.delta - b.delta).norm() / a.delta.norm()) < 1e-5
 
 
+def test_the_sequential_engine_compiles_once_for_all_rounds(fed_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled:
+        made = 0
+
+        def __init__(self, model: torch.nn.Module) -> None:
+            self.model, Compiled.made = model, Compiled.made + 1
+
+        def __call__(self, *args: Any, **kw: Any) -> Any:
+            return self.model(*args, **kw)
+
+        def __len__(self) -> int:
+            raise TypeError("as torch's compiled modules do where the model has no length")
+
+    plain = fed_run("plain", "federated.engine=sequential")
+    monkeypatch.setattr(torch, "compile", Compiled)
+    compiled = fed_run("compiled", "federated.engine=sequential", "train.compile=true")
+    assert Compiled.made == 1
+    assert same(plain.state, compiled.state)
+
+
 def test_a_model_without_a_client_axis_goes_to_the_sequential_engine(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(

@@ -61,8 +61,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             raise
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any], *, compact: bool = False) -> None:
+    write_atomic(path, json.dumps(content, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n")
 
 
 @dataclass

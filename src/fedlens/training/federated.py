@@ -161,9 +161,8 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
                     scale = algorithm.scale(update)
                     delta = update.delta if scale == 1.0 else update.delta * scale
                     sums.add(delta, norm * scale, float(update.samples), loss)
-                    arrived.append(
-                        Arrived(update.client, update.samples, update.steps, delta if keeps_rows else None)
-                    )  # its own memory: needs_all
+                    kept = delta if keeps_rows else None  # in memory of its own: see needs_all
+                    arrived.append(Arrived(update.client, update.samples, update.steps, kept))
                     details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
             algorithm.end_round()
             if not needs_all:
@@ -327,4 +326,4 @@ def describe_partition(bench: Bench, shards: Sequence[Index], run: RunFolder) ->
     """partition.json: statistics, and up to 100 clients' label counts for the figure."""
     labels = bench.dataset.train.labels
     shown = label_counts(labels, shards)[:100].tolist()
-    write_json(run.path / "partition.json", {**partition_stats(labels, shards).as_dict(), "label_counts": shown})
+    write_json(run.path / "partition.json", {**partition_stats(labels, shards).as_dict(), "label_counts": shown}, compact=True)

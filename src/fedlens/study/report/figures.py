@@ -1,0 +1,306 @@
+"""Figures for papers: PDF and PNG, as wide as one column or two, the same bytes for the same runs."""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from fedlens.runs.store import write_atomic
+from fedlens.study.edit_figures import xi_figure
+from fedlens.study.figures import MARKERS, SHOWN_CLIENTS, partition_figure
+from fedlens.study.report.drawing import BANDED, COLORS, COLUMN, PAGE, STYLE, Line, Panel, clean, heat, line_figure, new_figure
+from fedlens.study.report.markdown import (
+    MB,
+    Layout,
+    counts,
+    forget_text,
+    interference_texts,
+    layout,
+    shown,
+    slug,
+    sweep_text,
+    table_stems,
+    unique,
+    vector_names,
+)
+from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
+from fedlens.study.statistics import Summary, summarise
+
+GEOMETRY = {"drift_ratio": "drift ratio", "cosine": "cosine", "sign_conflict": "sign conflict"}
+
+
+@dataclass(frozen=True)
+class FigureFile:
+    """PATH.pdf and PATH.png."""
+
+    path: Path  # without its suffix
+    caption: str  # plain text
+    label: str
+    study: int  # its place among the studies
+    table: int | None  # and that of the table that it is about; None: of the whole study
+    kind: str
+    size: tuple[float, float]  # inches
+
+    @property
+    def wide(self) -> bool:
+        return self.size[0] > COLUMN
+
+
+Drawn = tuple[str, str, Figure]  # kind, caption, figure
+
+
+def write_figures(gathered: Gathered, folder: Path) -> list[FigureFile]:
+    """All figures that the runs give, as FOLDER/NAME.pdf and .png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done: list[FigureFile] = []
+    names, stems = unique([study.name for study in gathered.studies]), table_stems(gathered)
+    with rc_context(STYLE):
+        for i, study in enumerate(gathered.studies):
+            for j, table in enumerate(study.tables):
+                done += [_write(folder, stems[i][j], drawn, i, j) for drawn in _of_table(table)]
+            done += [_write(folder, f"{names[i]}-study", drawn, i, None) for drawn in _of_study(study)]
+    return done
+
+
+def _write(folder: Path, stem: str, drawn: Drawn, study: int, table: int | None) -> FigureFile:
+    kind, caption, figure = drawn
+    name = f"{stem}-{slug(kind)}"
+    for suffix, metadata in (("pdf", {"CreationDate": None, "Creator": None, "Producer": None}), ("png", {"Software": None})):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
+        write_atomic(folder / f"{name}.{suffix}", buffer.getvalue())
+        figure.set_layout_engine("none")  # laid out once is enough
+    width, height = figure.get_size_inches()
+    return FigureFile(folder / name, caption, f"fig:{name}", study, table, kind, (float(width), float(height)))
+
+
+# --- of a table
+
+
+def _of_table(table: TableResult) -> Iterator[Drawn]:
+    grid, name = layout(table), shown(table.name)
+    cells = [cell for cell in table.cells if cell.of("test_accuracy")]
+    n = counts(cells)
+    if not cells:
+        return
+    yield (
+        "cells",
+        f"{name}: test accuracy. Large points: mean over seeds ({n}); whiskers: 95 % t interval; small points: each seed.",
+        _dots(cells),
+    )
+    if grid:
+        yield "map", f"{name}: mean test accuracy (%) over seeds ({n}), ± half the width of the 95 % t interval.", _map(grid)
+    federated = [cell for cell in cells if cell.mean_curve("round", "val_accuracy")]
+    if not federated:
+        return
+    panels = [(shown(case), [cell for cell in federated if cell.case == case]) for case in grid.cases] if grid else [("", federated)]
+    levels = {shown(c.label): 100 * s.mean for c in cells if c not in federated and (s := c.summary("val_accuracy"))}
+    said = f"mean over seeds ({counts(federated)}), {_bands(max(len(of) for _, of in panels))}"
+    said += "; horizontal: what is not federated, at its end" if levels else ""
+    accuracy = "validation accuracy (%)"
+    by_round = [Panel([_by_round(c, "val_accuracy", _value_of(c, grid)) for c in of], accuracy, title) for title, of in panels if of]
+    yield "rounds", f"{name}: validation accuracy by round; {said}.", line_figure(by_round, "round", levels, share=True)
+    by_bytes = [Panel([_by_bytes(c, _value_of(c, grid)) for c in of], accuracy, title) for title, of in panels if of]
+    caption = f"{name}: validation accuracy against the MB that all clients sent (logarithmic); {said}."
+    yield "bytes", caption, line_figure(by_bytes, "MB up", levels, share=True, log=True)
+    drifting = [cell for cell in federated if all(cell.mean_curve("round", key) for key in GEOMETRY)]
+    if drifting:
+        looks = [(grid.cases.index(c.case), _position(grid, c)) if grid else None for c in drifting]
+        geometry = [
+            Panel([_by_round(c, key, shown(c.label), 1, look) for c, look in zip(drifting, looks, strict=True)], y)
+            for key, y in GEOMETRY.items()
+        ]
+        caption = f"{name}: geometry of the clients' updates by round; mean over seeds ({counts(drifting)}), {_bands(len(drifting))}."
+        yield "drift", caption, line_figure(geometry, "round")
+
+
+def _bands(lines: int) -> str:
+    return "without intervals, as the lines are many" if lines > BANDED else "bands: 95 % t interval, cut where it leaves the frame"
+
+
+def _position(grid: Layout, cell: CellResult) -> int:
+    return [str(value) for value in grid.values].index(str(cell.values[grid.key]))
+
+
+def _value_of(cell: CellResult, grid: Layout | None) -> str:
+    """What a line is called: in a panel of its case by its value alone."""
+    return f"{grid.key.rsplit('.', 1)[-1]} {cell.values[grid.key]}" if grid else shown(cell.label)
+
+
+def _by_round(cell: CellResult, key: str, label: str, scale: float = 100, look: tuple[int, int] | None = None) -> Line:
+    points = cell.mean_curve("round", key)
+    return Line(label, [x for x, _ in points], [y for _, y in points], scale, look=look)
+
+
+def _by_bytes(cell: CellResult, label: str) -> Line:
+    """At each round the mean of what was sent: seeds may send a little more or less."""
+    sent = {at: s.mean * MB for at, s in cell.mean_curve("round", "bytes_up")}
+    points = [(sent[at], y) for at, y in cell.mean_curve("round", "val_accuracy") if sent.get(at, 0) > 0]
+    return Line(label, [x for x, _ in points], [y for _, y in points])
+
+
+def _dots(cells: Sequence[CellResult]) -> Figure:
+    figure, axes = new_figure(COLUMN, 0.55 + 0.21 * len(cells))
+    ax = axes[0]
+    for row, cell in enumerate(cells):
+        found = cell.summary("test_accuracy")
+        assert found is not None
+        color, marker, mean = COLORS[row % len(COLORS)], MARKERS[row % len(MARKERS)], 100 * found.mean
+        if found.low is not None and found.high is not None:
+            ax.plot([100 * max(0, found.low), 100 * min(1, found.high)], [row, row], color=color, linewidth=1.1, solid_capstyle="butt")
+        seeds = [100 * value for _, value in sorted(cell.of("test_accuracy").items())]
+        ax.scatter(seeds, [row + 0.28] * len(seeds), s=5, color="#777777", linewidths=0)
+        ax.plot([mean], [row], marker=marker, markersize=4.5, color=color, linestyle="none")
+    ax.set_yticks(range(len(cells)), [clean(shown(cell.label)) for cell in cells])
+    ax.set(ylim=(len(cells) - 0.4, -0.6), xlabel="test accuracy (%)")
+    ax.grid(axis="x", alpha=0.25, linewidth=0.5)
+    return figure
+
+
+def _map(grid: Layout) -> Figure:
+    found = [[cell.summary("test_accuracy") if (cell := grid.at(case, value)) else None for value in grid.values] for case in grid.cases]
+    wide = len(grid.values) > 5
+    figure, axes = new_figure(PAGE if wide else COLUMN, 0.7 + 0.34 * len(grid.cases))
+    texts = [["—" if s is None else f"{100 * s.mean:.1f}" + _half(s) for s in row] for row in found]
+    heat(
+        axes[0],
+        [[None if s is None else 100 * s.mean for s in row] for row in found],
+        texts,
+        list(map(shown, grid.cases)),
+        list(map(str, grid.values)),
+    )
+    axes[0].set(xlabel=clean(grid.key.rsplit(".", 1)[-1]))
+    return figure
+
+
+def _half(summary: Summary) -> str:
+    return "" if summary.high is None else f"\n± {100 * (summary.high - summary.mean):.1f}"
+
+
+# --- of a study
+
+
+def _of_study(study: StudyResult) -> Iterator[Drawn]:
+    if schemes := _partitions(study.runs):
+        figure = partition_figure({clean(name): table for name, table in schemes.items()})
+        figure.set_size_inches(PAGE if len(schemes) > 1 else COLUMN, 2.1)
+        cut = f", the first {SHOWN_CLIENTS} of them" if any(len(table) > SHOWN_CLIENTS for table in schemes.values()) else ""
+        yield (
+            "partition",
+            f"{shown(study.name)}: training samples by client{cut} and class, of one seed of each way to divide the data.",
+            figure,
+        )
+    if masks := _masks(study):
+        n = counts(cell for cell, _, _ in masks)
+        caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks are one row, called as the first of them."
+        yield "masks", caption, _mask_figure(masks)
+    for kind, name, x in (("sweep", "alpha", "α"), ("interpolate", "between", "α: 0 is the first model, 1 the second")):
+        found = [analysis for analysis in study.analyses if analysis.kind == kind]
+        if found:
+            lines = [_alpha_line(analysis, found) for analysis in found]
+            told = "; ".join(f"{line.label}: {sweep_text(analysis.found)}" for line, analysis in zip(lines, found, strict=True))
+            what = "along the task vector" if kind == "sweep" else "on the line between two models"
+            caption = f"{shown(study.name)}: validation accuracy {what}, one run each (n = 1); rings: α chosen on validation. {told}."
+            yield name, caption, line_figure([Panel(lines, "validation accuracy (%)")], x)
+    yield from _interferences([a for a in study.analyses if a.kind == "interference" and a.found.get("xi")])
+    yield from _forgettings([a for a in study.analyses if a.kind == "forget"])
+
+
+def _partitions(runs: Iterable[RunResult]) -> dict[str, NDArray[np.int64]]:
+    """Up to four ways in which the data were divided: the first run of each."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for run in runs:
+        if run.partition is not None:
+            found.setdefault(_scheme(run.config.get("data", {}), int(run.partition["clients"])), np.array(run.partition["label_counts"]))
+    return dict(list(found.items())[:4])
+
+
+def _scheme(data: Mapping[str, Any], clients: int) -> str:
+    said = {"iid": "IID", "classes": f"Nc = {data.get('classes_per_client')}", "dirichlet": f"Dirichlet {data.get('alpha')}"}
+    return f"{said.get(str(data.get('partition')), str(data.get('partition')))}, {clients} clients"
+
+
+Shares = dict[str, float]
+
+
+def _masks(study: StudyResult) -> list[tuple[CellResult, Shares, Shares]]:
+    """Cells with masks, each mask once: percent by layer, percent by kind of weight, means over seeds."""
+    found: dict[tuple[object, ...], tuple[CellResult, Shares, Shares]] = {}
+    for cell in (cell for table in study.tables for cell in table.cells):
+        masks = [mask for run in cell.runs.values() if (mask := run.mask)]
+        if masks:
+            layers = _means({layer: active / eligible for layer, active, eligible in mask["by_layer"] if eligible} for mask in masks)
+            kinds = _means({kind: row["share"] for kind, row in mask["composition"].items() if row["eligible"]} for mask in masks)
+            found.setdefault((*layers.items(), *kinds.items()), (cell, layers, kinds))
+    return list(found.values())
+
+
+def _means(rows: Iterable[Shares]) -> Shares:
+    """In percent, of the names that all rows have."""
+    first, *others = list(rows)
+    return {name: 100 * summarise([row[name] for row in (first, *others)]).mean for name in first if all(name in row for row in others)}
+
+
+def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:
+    figure, axes = new_figure(COLUMN, 1.9 + 0.36 * len(masks), rows=2)
+    sides = [
+        (axes[0], [by for _, by, _ in masks], "share that moves, by layer (%)"),
+        (axes[1], [by for *_, by in masks], "what moves, by kind (%)"),
+    ]
+    for ax, rows, title in sides:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        values = [[row.get(name) for name in names] for row in rows]
+        texts = [["" if value is None else f"{value:.0f}" for value in row] for row in values]
+        heat(ax, values, texts, [shown(cell.label) for cell, _, _ in masks], names, most=100, size=6)
+        ax.set_title(title)
+        for tick in ax.get_xticklabels():
+            tick.set(rotation=45, ha="right", rotation_mode="anchor")
+    return figure
+
+
+def _alpha_line(analysis: Analysis, beside: Sequence[Analysis]) -> Line:
+    label = " to ".join(map(shown, analysis.labels))
+    several = sum(other.labels == analysis.labels for other in beside) > 1
+    points = sorted((float(point["alpha"]), float(point["val_accuracy"])) for point in analysis.found["points"])
+    return _single(f"{label}, seed {analysis.seed}" if several else label, points, float(analysis.found["chosen"]["alpha"]))
+
+
+def _single(label: str, points: Sequence[tuple[float, float]], ring: float) -> Line:
+    return Line(label, [x for x, _ in points], [summarise([y]) for _, y in points], ring=ring)
+
+
+def _interferences(analyses: Sequence[Analysis]) -> Iterator[Drawn]:
+    for number, analysis in enumerate(analyses, start=1):
+        names = vector_names(analysis)
+        figure = xi_figure(analysis.found["xi"], analysis.found["alphas"], [clean(name) for name in names])
+        figure.set_size_inches(COLUMN, 2.7)
+        caption = (
+            f"{shown(analysis.title)}: disentanglement error ξ in percent of the validation images of each one's classes "
+            f"({' and '.join(str(n) for n in analysis.found['samples'])} images; one seed, n = 1). {'; '.join(interference_texts(analysis))}."
+        )
+        yield "xi" if number == 1 else f"xi {number}", caption, figure
+
+
+def _forgettings(analyses: Sequence[Analysis]) -> Iterator[Drawn]:
+    for number, analysis in enumerate(analyses, start=1):
+        clients = analysis.found["clients"]
+        panels = [
+            Panel([_forget_line(c, key) for c in clients], y)
+            for key, y in (("val_target", "its classes (%)"), ("val_control", "other classes (%)"))
+        ]
+        caption = (
+            f"{shown(analysis.title)}, seed {analysis.seed} (n = 1): validation accuracy on the classes of the client whose update is subtracted α times, "
+            f"and on all others; rings: α chosen on validation. {'; '.join(map(forget_text, clients))}."
+        )
+        yield "forget" if number == 1 else f"forget {number}", caption, line_figure(panels, "α subtracted")
+
+
+def _forget_line(client: Mapping[str, Any], key: str) -> Line:
+    points = sorted((float(point["alpha"]), float(point[key])) for point in client["points"])
+    return _single(f"client {client['client']}", points, float(client["after"]["alpha"]))

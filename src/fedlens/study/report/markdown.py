@@ -1,0 +1,325 @@
+"""Results as Markdown and CSV, and how things are said in all files of a report: labels, costs, what is missing.
+
+The same runs give the same text: no times, no seconds, no paths of the machine that ran them.
+"""
+
+import csv
+import io
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
+from fedlens.study.statistics import Summary, summarise, unpaired
+
+NOTHING = "—"
+MB = 1e-6
+CLAIM = 0.05  # adjusted p below which a difference is marked
+# an absolute path, wherever it begins; what stays is its last part
+PATH = re.compile(r"(?<![\w./])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\:'\",;]+[/\\])+(?=([^\s/\\:'\",;]*))")
+
+
+# --- how things are said
+
+
+def shown(label: str) -> str:
+    """A name or label in one line and without paths; that of a table without cases begins with a comma in older studies."""
+    return placeless(label.lstrip(", ")) or "all"
+
+
+def placeless(text: str) -> str:
+    """In one line and without paths of a machine, except for their last part."""
+    return " ".join(PATH.sub("…/", text).split())
+
+
+def p_text(p: float | None) -> str:
+    return "no test" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def interval(low: float | None, high: float | None, scale: float = 100, digits: int = 2) -> str:
+    return NOTHING if low is None or high is None else f"[{scale * low:z.{digits}f}, {scale * high:z.{digits}f}]"
+
+
+def with_sd(summary: Summary | None, scale: float = 100, digits: int = 2) -> str:
+    """86.10 ± 0.21, a single run without its ±."""
+    if summary is None:
+        return NOTHING
+    return f"{scale * summary.mean:z.{digits}f}" + ("" if summary.sd is None else f" ± {scale * summary.sd:z.{digits}f}")
+
+
+def aim_text(table: TableResult) -> str:
+    """What rounds and bytes are counted to."""
+    if table.aim is None:
+        return ""
+    return f"{100 * table.aim:.2f} % validation accuracy" + ("" if table.target is not None else ", 95 % of the best cell's mean")
+
+
+def reached(table: TableResult, cell: CellResult) -> tuple[dict[str, Summary | None], str]:
+    """Rounds and bytes to the aim over the seeds that reached it, and "k of n reached it"; "" for a cell without rounds."""
+    evaluated = [run for run in cell.runs.values() if run.curve("bytes_up", "val_accuracy")]
+    cost = table.cost(cell) if evaluated else {}
+    found = {key: summarise(values) if values else None for key, values in cost.items()}
+    return found, f"{len(cost['rounds'])} of {len(evaluated)} reached it" if evaluated else ""
+
+
+def unshared(table: TableResult) -> list[str]:
+    """Cells that share no seed with the one that all are compared with."""
+    named = {cell.label: cell.of("test_accuracy") for cell in table.cells if cell.of("test_accuracy")}
+    return [shown(b) for _, b in unpaired(named, next(iter(named)))] if named else []
+
+
+def missing(table: TableResult) -> list[str]:
+    return [f"{shown(cell.label)}: {len(cell.runs)} of {cell.planned} seeds" for cell in table.cells if len(cell.runs) < cell.planned]
+
+
+def counts(cells: Iterable[CellResult]) -> str:
+    """n = 3, or n = 2 to 3."""
+    found = sorted({len(cell.runs) for cell in cells if cell.runs})
+    return f"n = {found[0]}" + (f" to {found[-1]}" if len(found) > 1 else "") if found else "n = 0"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table in two dimensions: cases down, values of the one key of its grid across."""
+
+    key: str
+    cases: list[str]
+    values: list[Any]
+    cells: Mapping[tuple[str, str], CellResult]  # (case, text of the value) -> cell
+
+    def at(self, case: str, value: Any) -> CellResult | None:
+        return self.cells.get((case, str(value)))
+
+
+def layout(table: TableResult) -> Layout | None:
+    """None where the grid has not exactly one key, or there are not several cases and several values."""
+    keys = {tuple(cell.values) for cell in table.cells}
+    if len(keys) != 1 or len(only := keys.pop()) != 1:
+        return None
+    key = only[0]
+    cases = list(dict.fromkeys(cell.case for cell in table.cells))
+    values = list({str(cell.values[key]): cell.values[key] for cell in table.cells}.values())
+    if len(cases) < 2 or len(values) < 2:
+        return None
+    return Layout(key, cases, values, {(cell.case, str(cell.values[key])): cell for cell in table.cells})
+
+
+def slug(text: str) -> str:
+    """For names of files and LaTeX labels: a-z, 0-9 and hyphens."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].strip("-") or "x"
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Slugs that differ: the second of a kind ends in -2."""
+    found: list[str] = []
+    for name in map(slug, names):
+        number, own = 2, name
+        while own in found:
+            number, own = number + 1, f"{name}-{number}"
+        found.append(own)
+    return found
+
+
+def table_stems(gathered: Gathered) -> list[list[str]]:
+    """Of every study, a name for each of its tables' files."""
+    flat = iter(unique([f"{study.name} {table.name}" for study in gathered.studies for table in study.tables]))
+    return [[next(flat) for _ in study.tables] for study in gathered.studies]
+
+
+# --- Markdown
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is; an underscore inside a word needs nothing."""
+    text = re.sub(r"([\\`*|$~\[\]<>])", r"\\\1", " ".join(text.split())).replace("&", "&amp;")
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
+
+
+def _rows(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 1) -> str:
+    """A table whose columns from `right` on stand at the right."""
+    rule = ["---" if i < right else "---:" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def markdown_report(gathered: Gathered) -> str:
+    """All tables, differences, analyses, failures and searches. Accuracies are in percent, differences in points, MB are 10^6 bytes."""
+    parts = [
+        "# Results",
+        "Mean ± standard deviation over seeds [95 % t interval of the mean] (n = seeds). Accuracies in percent; MB are 10^6 bytes.",
+    ]
+    for study in gathered.studies:
+        parts += _study(study)
+    for search in gathered.searches:
+        parts += _search(search)
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _study(study: StudyResult) -> list[str]:
+    parts = [f"## {escaped(shown(study.name))} ({escaped(shown(study.place))})", escaped(study.question)]
+    for table in study.tables:
+        parts += [f"### {escaped(shown(table.name))}", escaped(table.question) if table.question != study.question else ""]
+        parts += [_cells(table), *_paired(table), _list("Seeds that are not finished", missing(table))]
+    parts += [part for analysis in study.analyses for part in _analysis(analysis)]
+    return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    return f"{title}:\n\n" + "\n".join(f"- {escaped(line)}" for line in lines) if lines else ""
+
+
+def _cells(table: TableResult) -> str:
+    aim = f"{100 * table.aim:.2f} %" if table.aim is not None else "the target"
+    header = ["cell", "test accuracy", "validation accuracy", "MB up", f"rounds to {aim}", f"MB up to {aim}", "reached"]
+    rows = []
+    for cell in table.cells:
+        cost, said = reached(table, cell)
+        full = [cell.summary("test_accuracy"), cell.summary("val_accuracy")]
+        sent, rounds, sent_to = cell.summary("bytes_up"), cost.get("rounds"), cost.get("bytes_up")
+        rows.append(
+            [
+                escaped(shown(cell.label)),
+                *(s.text() if s else NOTHING for s in full),
+                _mean(sent, MB),
+                _mean(rounds, 1),
+                _mean(sent_to, MB),
+                said or NOTHING,
+            ]
+        )
+    under = f"\n\nThe target is {aim_text(table)}." if table.aim is not None else ""
+    return _rows(header, rows) + under
+
+
+def _mean(summary: Summary | None, scale: float) -> str:
+    """Of a cost, whose t interval may well hold numbers below 0."""
+    return NOTHING if summary is None else f"{with_sd(summary, scale, 1)} (n = {summary.n})"
+
+
+def _paired(table: TableResult) -> list[str]:
+    found = table.comparisons()
+    if not found:
+        return [_list("No seed shared with the first cell", unshared(table))]
+    header = ["cell", "difference", "95 % interval", "n", "p", "p (Holm)"]
+    rows = [
+        [
+            escaped(shown(c.name_b)),
+            f"{100 * c.difference:+z.2f}",
+            interval(c.low, c.high),
+            str(c.n),
+            p_text(c.p),
+            p_text(c.p_adjusted),
+        ]
+        for c in found
+    ]
+    title = f"Test accuracy minus that of {escaped(shown(found[0].name_a))}, in points, paired over the n seeds that both have:"
+    return [title, _rows(header, rows), _list("No seed shared with it", unshared(table))]
+
+
+def sweep_text(found: Mapping[str, Any]) -> str:
+    """What an α sweep or a line between models came to, of one seed."""
+    chosen, start, end = found["chosen"], found["start"], found["end"]
+    return (
+        f"α = {chosen['alpha']:g} chosen on validation ({100 * chosen['val_accuracy']:.2f} %): test {100 * chosen['test_accuracy']:.2f} %; "
+        f"α = {start['alpha']:g}: {100 * start['test_accuracy']:.2f} %; α = {end['alpha']:g}: {100 * end['test_accuracy']:.2f} %"
+    )
+
+
+def forget_text(client: Mapping[str, Any]) -> str:
+    before, after = client["before"], client["after"]
+    classes = ", ".join(map(str, client["classes"][:4])) + (", …" if len(client["classes"]) > 4 else "")
+    return (
+        f"client {client['client']} ({classes}), α = {after['alpha']:g}: test accuracy on its classes "
+        f"{100 * before['test_target']:.1f} to {100 * after['test_target']:.1f} %, on all others "
+        f"{100 * before['test_control']:.1f} to {100 * after['test_control']:.1f} %"
+    )
+
+
+def vector_names(analysis: Analysis) -> list[str]:
+    """What interfered, by labels of cells where it is cells, by client where it is clients."""
+    names = [str(name) for name in analysis.found["names"]]
+    return [shown(label) for label in analysis.labels] if len(analysis.labels) == len(names) else names
+
+
+def interference_texts(analysis: Analysis) -> list[str]:
+    called = dict(zip(map(str, analysis.found["names"]), vector_names(analysis), strict=True))
+    return [
+        f"{called[pair['a']]} and {called[pair['b']]}: cosine {pair['cosine']:.3f}, sign conflict {pair['sign_conflict']:.3f}, "
+        f"drift ratio {pair['drift_ratio']:.3f}"
+        for pair in analysis.found["pairs"]
+    ]
+
+
+def _analysis(analysis: Analysis) -> list[str]:
+    found = analysis.found
+    notes = list(found.get("notes", []))
+    if analysis.kind == "forget":
+        lines = [forget_text(client) for client in found["clients"]]
+        notes += [f"client {client['client']}: {note}" for client in found["clients"] for note in client.get("notes", [])]
+    elif analysis.kind == "interference":
+        lines = interference_texts(analysis)
+    else:
+        lines = [sweep_text(found)]
+    lines += [f"note: {placeless(note)}" for note in notes]
+    said = f"One seed ({analysis.seed}), so n = 1 and no interval."
+    return [f"### {escaped(shown(analysis.title))}", said, "\n".join(f"- {escaped(line)}" for line in lines)]
+
+
+# --- searches
+
+
+def params_text(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in params.items())
+
+
+def best_trial(search: SearchResult) -> Mapping[str, Any] | None:
+    return next((trial for trial in search.trials if trial["number"] == search.best), None)
+
+
+def states_text(search: SearchResult) -> str:
+    states = [str(trial["state"]) for trial in search.trials]
+    return f"{len(states)} trials ({', '.join(f'{states.count(s)} {s}' for s in dict.fromkeys(states))})" if states else "no trials"
+
+
+def value_text(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.2f}"
+
+
+def _search(search: SearchResult) -> list[str]:
+    best, default = best_trial(search), search.default
+    rows = [["default", value_text(default.get("value")), escaped(placeless(params_text(default.get("params", {}))))]]
+    if best is not None:
+        rows.insert(0, [f"best (trial {best['number']})", value_text(best["value"]), escaped(placeless(params_text(best["params"])))])
+    shared = f" All of `{placeless(' '.join(search.experiment)).replace('`', '')}`." if search.experiment else ""
+    return [
+        f"## Search: {escaped(search.name)}",
+        escaped(search.question),
+        f"{states_text(search)}, n = 1 run each.{shared} Chosen on validation; the test set was not read.",
+        _rows(["", "validation accuracy", "parameters"], rows),
+    ]
+
+
+# --- CSV
+
+NUMBERS = ("test_accuracy", "val_accuracy", "rounds", "bytes_up", "bytes_down")
+
+
+def csv_rows(gathered: Gathered) -> str:
+    """One line a run of a table; a column for every key of a grid; empty where a run has no such thing. Fractions, not percent."""
+    keys = list(dict.fromkeys(key for study in gathered.studies for table in study.tables for cell in table.cells for key in cell.values))
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["study", "table", "case", *keys, "seed", "run", *NUMBERS])
+    for study in gathered.studies:
+        for table in study.tables:
+            for cell in table.cells:
+                for seed, run in sorted(cell.runs.items()):
+                    values = [_plain(cell.values.get(key)) for key in keys]
+                    numbers = [_plain(run.summary.get(key)) for key in NUMBERS]
+                    writer.writerow([*map(_plain, (study.name, table.name, cell.case)), *values, seed, run.name, *numbers])
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> str:
+    return "" if value is None else placeless(str(value))

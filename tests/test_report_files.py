@@ -1,0 +1,425 @@
+"""The files of a report that go into papers: exact tables, escaped labels, the same bytes for the same runs, a paper that compiles."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from fedlens.errors import UserError
+from fedlens.study.report import figures, latex
+from fedlens.study.report.drawing import clean
+from fedlens.study.report.figures import FigureFile, write_figures
+from fedlens.study.report.latex import compile_pdf, write_files, write_latex
+from fedlens.study.report.latex_tables import escape, latex_tables
+from fedlens.study.report.markdown import csv_rows, escaped, layout, markdown_report, placeless, slug, table_stems, unique
+from fedlens.study.results import Gathered, gather
+
+HOSTILE = r"50% & $x_1$ #{a}~b^c \input{/etc/passwd} <α|τ> --,, [z]* ξθ 中 ∞"
+Cell = tuple[str, str, Mapping[str, Any], Sequence[float | None]]  # label, case, values, test accuracy by seed; None: not finished
+
+
+def make_run(folder: Path, seed: int, accuracy: float, *, federated: bool = True, mask: bool = False, rounds: int = 3) -> None:
+    """A finished run's files, without a model."""
+    folder.mkdir(parents=True)
+    config = {
+        "experiment": "fedavg_noniid" if federated else "centralized",
+        "seed": seed,
+        "head": "ridge",
+        "data": {"name": "toy_set", "root": "/home/me/data", "partition": "classes", "classes_per_client": 1},
+        "model": {"name": "tiny", "weights": "/home/me/tiny.safetensors", "image_size": 28},
+        "optim": {"lr": 0.03, "batch_size": 32},
+        "federated": {"clients": 3, "local_steps": 4, "rounds": rounds, "participation": 1.0},
+        "mask": {"strategy": "qk_only", "density": 0.1},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    summary: dict[str, Any] = {"test_accuracy": accuracy, "val_accuracy": accuracy - 0.01, "seconds": 1.0, "parameters": 1234, "mask": None}
+    lines: list[dict[str, Any]] = [{"step": 1, "epoch": 1, "val_accuracy": accuracy - 0.01}]
+    if federated:
+        summary |= {"rounds": rounds, "bytes_up": rounds * 10**6, "bytes_down": rounds * 10**6}
+        lines = [
+            {
+                "round": t,
+                "val_accuracy": accuracy - 0.01 - 0.1 * (rounds - t),
+                "bytes_up": t * 10**6,
+                "drift_ratio": 0.5 + 0.01 * t,
+                "cosine": 0.1 * seed,
+                "sign_conflict": 0.2,
+            }
+            for t in range(1, rounds + 1)
+        ]
+        counts = [[5, 0], [0, 5], [3, 2]]
+        (folder / "partition.json").write_text(json.dumps({"clients": 3, "label_counts": counts}))
+    if mask:
+        summary["mask"] = {
+            "composition": {"query": {"eligible": 10, "share": 0.25}, "key": {"eligible": 10, "share": 0.75}},
+            "by_layer": [["embed", 0, 10], ["block 0", 4, 20], ["other", 0, 0]],
+        }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_study(
+    folder: Path,
+    tables: Mapping[str, Sequence[Cell]],
+    analyses: Sequence[tuple[str, Any]] = (),
+    failures: Mapping[str, str] | None = None,
+    name: str = "toy",
+    **options: Any,
+) -> Path:
+    """Cells whose case begins with "central" are not federated, those with "sparse" in it have masks."""
+    listed = []
+    for t, (table, cells) in enumerate(tables.items()):
+        written = []
+        for c, (label, case, values, accuracies) in enumerate(cells):
+            runs = {str(seed): f"run-{t}-{c}-{seed}" for seed in range(len(accuracies))}
+            for seed, accuracy in enumerate(accuracies):
+                if accuracy is not None:
+                    kind = {"federated": not case.startswith("central"), "mask": "sparse" in case}
+                    make_run(folder / "runs" / runs[str(seed)], seed, accuracy, **kind, **options)
+            written.append({"label": label, "case": case, "values": values, "runs": runs})
+        listed.append({"name": table, "question": "", "target": 0.5, "cells": written})
+    made = []
+    for i, (kind, found) in enumerate(analyses):
+        labels = ["half A", "half B"] if kind in ("interference", "interpolate") else ["all"]
+        made.append({"kind": kind, "title": f"{kind} of all", "labels": labels, "seed": 0, "file": f"analyses/{i}.json"})
+        (folder / "analyses").mkdir(parents=True, exist_ok=True)
+        (folder / "analyses" / f"{i}.json").write_text(json.dumps(found))
+    content = {"name": name, "place": "here", "question": "Which one wins?", "tables": listed, "analyses": made, "failures": failures or {}}
+    (folder / "study.json").write_text(json.dumps(content))
+    return folder
+
+
+def point(alpha: float, value: float = 0.8) -> dict[str, float]:
+    return {"alpha": alpha, "val_accuracy": value, "test_accuracy": value - 0.01}
+
+
+SWEEP = {
+    "points": [point(a, 0.8 - abs(a - 0.5) / 10) for a in (0.0, 0.5, 1.0)],
+    "chosen": point(0.5),
+    "start": point(0.0),
+    "end": point(1.0),
+}
+XI = {
+    "names": ["run-a", "run-b"],
+    "samples": [20, 20],
+    "alphas": [0.0, 1.0],
+    "xi": [[0.0, 0.1], [0.1, 0.2]],
+    "pairs": [{"a": "run-a", "b": "run-b", "cosine": 0.1, "sign_conflict": 0.2, "drift_ratio": 0.7}],
+    "notes": ["/home/me/runs/run-b starts 2.97 from where run-a does"],
+}
+EDGES = [{"alpha": a, "val_target": 0.9 - a / 2, "val_control": 0.8, "test_target": 0.9 - a / 2, "test_control": 0.8} for a in (0.0, 1.0)]
+FORGET = {"clients": [{"client": 0, "classes": ["Bag"], "points": EDGES, "before": EDGES[0], "after": EDGES[1], "notes": []}]}
+ANALYSES = [("sweep", SWEEP), ("interpolate", SWEEP), ("interference", XI), ("forget", FORGET)]
+
+PLAIN: dict[str, Sequence[Cell]] = {
+    "three models": [
+        ("central", "central", {}, [0.80, 0.82, 0.84]),
+        ("dense", "dense", {}, [0.70, 0.72, 0.73]),
+        ("sparse one", "sparse", {}, [0.86, 0.88, 0.91]),
+    ]
+}
+GRID: dict[str, Sequence[Cell]] = {
+    "Nc and J": [
+        (f"Nc={nc}, local_steps {j}", f"Nc={nc}", {"federated.local_steps": j}, [0.6 + nc / 100 + j / 1000 + s / 50 for s in range(3)])
+        for nc in (1, 5)
+        for j in (4, 8)
+    ]
+}
+
+
+def plain(tmp_path: Path, **options: Any) -> Gathered:
+    return gather([make_study(tmp_path / "study", PLAIN, **options)])
+
+
+@pytest.fixture
+def blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of their sizes with nothing on them: embedding fonts takes most of the time."""
+
+    def write(folder: Path, stem: str, drawn: tuple[str, str, Figure], study: int, table: int | None) -> FigureFile:
+        kind, caption, figure = drawn
+        width, height = (float(side) for side in figure.get_size_inches())
+        name = f"{stem}-{slug(kind)}"
+        for suffix in ("pdf", "png"):
+            Figure(figsize=(width, height)).savefig(folder / f"{name}.{suffix}", dpi=20)
+        return FigureFile(folder / name, caption, f"fig:{name}", study, table, kind, (width, height))
+
+    monkeypatch.setattr(figures, "_write", write)
+
+
+# --- Markdown and CSV
+
+
+def test_a_small_table_in_markdown_is_exact(tmp_path: Path) -> None:
+    text = markdown_report(plain(tmp_path))
+    assert "## toy (here)\n\nWhich one wins?\n\n### three models\n\n| cell |" in text
+    assert "| central | 82.00 ± 2.00 [77.03, 86.97] (n = 3) | 81.00 ± 2.00 [76.03, 85.97] (n = 3) | — | — | — | — |" in text
+    assert (
+        "| dense | 71.67 ± 1.53 [67.87, 75.46] (n = 3) | 70.67 ± 1.53 [66.87, 74.46] (n = 3) | 3.0 ± 0.0 (n = 3) "
+        "| 1.3 ± 0.6 (n = 3) | 1.3 ± 0.6 (n = 3) | 3 of 3 reached it |" in text
+    )
+    assert "The target is 50.00 % validation accuracy.\n" in text
+    assert "Test accuracy minus that of central, in points, paired over the n seeds that both have:" in text
+    assert "| dense | -10.33 | [-11.77, -8.90] | 3 | 0.001 | 0.0021 |" in text
+    assert "| sparse one | +6.33 | [4.90, 7.77] | 3 | 0.0028 | 0.0028 |" in text
+
+
+def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_path: Path, blank: None) -> None:
+    tables: dict[str, Sequence[Cell]] = {"t": [("a", "a", {}, [0.5, 0.6]), ("b", "b", {}, [None, 0.7]), ("c", "c", {}, [None, None])]}
+    failures = {"run-0-1-0": "the disk of /home/me/runs/x/model.safetensors is full"}
+    found = gather([make_study(tmp_path / "s", tables, failures=failures)])
+    text = markdown_report(found)
+    assert "Seeds that are not finished:\n\n- b: 1 of 2 seeds\n- c: 0 of 2 seeds" in text
+    assert "- run-0-1-0: the disk of …/model.safetensors is full" in text
+    assert "| b | +10.00 | — | 1 | no test | no test |" in text
+    assert "| c | — | — | — | — | — | — |" in text
+    named = {table.name: table.text for table in latex_tables(found)}
+    assert "Seeds not finished: b: 1 of 2 seeds; c: 0 of 2 seeds." in named["toy-t"]
+    write_latex(found, tmp_path / "out")
+    paper = (tmp_path / "out" / "paper.tex").read_text()
+    assert "Not all seeds are finished: b: 1 of 2 seeds; c: 0 of 2 seeds. 1 runs failed." in paper
+    assert "/home" not in text + paper and "n = 1 to 2 seeds a cell" in paper and "tiny.safetensors" in paper
+
+
+def test_cells_that_share_no_seed_are_named_and_not_compared(tmp_path: Path) -> None:
+    tables: dict[str, Sequence[Cell]] = {"t": [("a", "a", {}, [0.5, None]), ("b", "b", {}, [None, 0.7]), ("c", "c", {}, [0.6, None])]}
+    found = gather([make_study(tmp_path / "s", tables)])
+    assert "No seed shared with it:\n\n- b" in markdown_report(found)
+    paired = next(table.text for table in latex_tables(found) if table.kind == "paired")
+    assert "No seed shared: b." in paired and paired.count(r" \\") == 2
+
+
+def test_no_difference_without_its_n(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "s", PLAIN | GRID)])
+    rows = [line for line in markdown_report(found).splitlines() if re.match(r"\| [^|]+ \| [+-]\d", line)]
+    assert len(rows) == 5 and all(re.fullmatch(r"\d+", row.split("|")[4].strip()) for row in rows)
+    tex = [
+        line for table in latex_tables(found) if table.kind == "paired" for line in table.text.splitlines() if re.search(r"\$[+-]\d", line)
+    ]
+    assert len(tex) == 5 and all(line.split(" & ")[3] == "3" for line in tex)
+
+
+def test_csv_is_one_line_a_run_and_the_same_whatever_the_time_it_took(tmp_path: Path) -> None:
+    tables: dict[str, Sequence[Cell]] = {"t": [("a", "a,b", {"server.merge": "ties"}, [0.5, None]), ("c", "central", {}, [0.6, 0.7])]}
+    first = csv_rows(gather([make_study(tmp_path / "one", tables)]))
+    again = make_study(tmp_path / "two", tables)
+    for file in again.rglob("summary.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": 99.0}))
+    assert first == csv_rows(gather([again]))
+    assert first.splitlines() == [
+        "study,table,case,server.merge,seed,run,test_accuracy,val_accuracy,rounds,bytes_up,bytes_down",
+        'toy,t,"a,b",ties,0,run-0-0-0,0.5,0.49,3,3000000,3000000',
+        "toy,t,central,,0,run-0-1-0,0.6,0.59,,,",
+        "toy,t,central,,1,run-0-1-1,0.7,0.69,,,",
+    ]
+
+
+def test_analyses_and_searches_are_in_the_markdown(tmp_path: Path) -> None:
+    study = make_study(tmp_path / "s", PLAIN, ANALYSES)
+    trials = [
+        {"number": 0, "params": {"optim.lr": 0.1}, "value": 0.7, "state": "complete"},
+        {"number": 1, "params": {"optim.lr": 0.25}, "value": None, "state": "pruned"},
+    ]
+    default = {"params": {"optim.lr": 0.01}, "value": 0.65}
+    search = {"name": "lr", "question": "What rate?", "experiment": ["data.root=/home/me/x"], "keys": ["optim.lr"], "trials": trials}
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "search.json").write_text(json.dumps(search | {"default": default, "best": 0}))
+    found = gather([study, tmp_path / "f"])
+    text = markdown_report(found)
+    assert "- α = 0.5 chosen on validation (80.00 %): test 79.00 %; α = 0: 79.00 %; α = 1: 79.00 %" in text
+    assert "- half A and half B: cosine 0.100, sign conflict 0.200, drift ratio 0.700\n- note: …/run-b starts 2.97" in text
+    assert "- client 0 (Bag), α = 1: test accuracy on its classes 90.0 to 40.0 %, on all others 80.0 to 80.0 %" in text
+    assert "2 trials (1 complete, 1 pruned), n = 1 run each. All of `data.root=…/x`." in text
+    assert "| best (trial 0) | 70.00 | optim.lr = 0.1 |\n| default | 65.00 | optim.lr = 0.01 |" in text
+    assert r"& best & 70.00 & optim.lr = 0.1 \\" in next(table.text for table in latex_tables(found) if table.kind == "searches")
+    assert "/home" not in text
+
+
+def test_labels_cannot_break_markdown() -> None:
+    assert escaped("a|b <i> *x* _y_ least_sensitive $1 & `c`\nd") == r"a\|b \<i\> \*x\* \_y\_ least_sensitive \$1 &amp; \`c\` d"
+    assert placeless("mask.path=/home/me/m.st at C:\\Users\\me\\x, hf:org/name 2/3") == "mask.path=…/m.st at …/x, hf:org/name 2/3"
+
+
+def test_files_of_tables_with_like_names_differ(tmp_path: Path) -> None:
+    assert unique(["a b", "A-b", "a_b", "ξ"]) == ["a-b", "a-b-2", "a-b-3", "x"]
+    cells: Sequence[Cell] = [("a", "a", {}, [0.5])]
+    found = gather([make_study(tmp_path / "s", {"Nc=1": cells, "Nc 1": cells})])
+    assert table_stems(found) == [["toy-nc-1", "toy-nc-1-2"]]
+
+
+# --- LaTeX
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("Nc=1", "Nc=1"),
+        ("mask_rule", r"mask\_\allowbreak{}rule"),
+        ("50% & #1", r"50\% \& \#1"),
+        ("α τ ξ θ₀", r"\ensuremath{\alpha} \ensuremath{\tau} \ensuremath{\xi} \ensuremath{\theta}\ensuremath{_0}"),
+        (r"\input{x}$y$", r"\textbackslash{}input\{x\}\$y\$"),
+        ("a--b,,c~^", r"a-{}-b,{},c\textasciitilde{}\textasciicircum{}"),
+        ("[2] *", "{[}2{]} {*}"),
+        ("−0.5 ± 1 é", r"\ensuremath{-}0.5 \ensuremath{\pm} 1 é"),
+        ("中\u200b\x07x", "[U+4E2D]x"),
+    ],
+)
+def test_labels_are_escaped_for_latex(given: str, expected: str) -> None:
+    assert escape(given) == expected
+
+
+def test_tables_in_latex_are_exact(tmp_path: Path) -> None:
+    named = {table.name: table.text for table in latex_tables(plain(tmp_path))}
+    assert list(named) == ["toy-three-models", "toy-three-models-full", "toy-three-models-paired"]
+    full = named["toy-three-models-full"]
+    assert r"central & 3 & $82.00 \pm 2.00$ & $[77.03, 86.97]$ & $81.00 \pm 2.00$ & $[76.03, 85.97]$ & -- & -- & -- & -- \\" in full
+    assert (
+        r"dense & 3 & $71.67 \pm 1.53^{\dagger}$ & $[67.87, 75.46]$ & $70.67 \pm 1.53$ & $[66.87, 74.46]$ & $3.0 \pm 0.0$ & $1.3 \pm 0.6$ & $1.3 \pm 0.6$ & 3 of 3 \\"
+        in full
+    )
+    assert r"dense & $-10.33$ & $[-11.77, -8.90]$ & 3 & $0.001$ & $0.0021$ \\" in named["toy-three-models-paired"]
+    short = named["toy-three-models"]
+    assert r"\begin{tabular}[t]{@{}c@{}}$82.00 \pm 2.00$\\{\scriptsize $[77.03, 86.97]$}\end{tabular}" in short
+    assert all(text.count(r"\toprule") == text.count(r"\bottomrule") == text.count(r"\caption") == 1 for text in named.values())
+
+
+def test_only_what_is_higher_with_a_corrected_p_below_5_percent_is_bold(tmp_path: Path) -> None:
+    full = next(table.text for table in latex_tables(plain(tmp_path)) if table.kind == "full")
+    assert re.findall(r"\\mathbf\{(.*?)\}\^", full) == [r"88.33 \pm 2.52"]
+    assert full.count(r"^{\dagger}") == 2
+    assert r"$\dagger$: differs from central (paired over seeds, $p < 0.05$ after Holm's correction); bold: and is higher." in full
+    unclear = gather([make_study(tmp_path / "u", {"t": [("a", "a", {}, [0.5, 0.6]), ("b", "b", {}, [0.7, 0.61])]})])
+    text = next(table.text for table in latex_tables(unclear) if table.kind == "full")
+    assert "mathbf" not in text and "dagger" not in text and "No paired difference to a has $p < 0.05$" in text
+
+
+def test_a_grid_of_one_key_and_several_cases_has_two_dimensions(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "s", GRID)])
+    grid = layout(found.studies[0].tables[0])
+    assert grid is not None and (grid.key, grid.cases, grid.values) == ("federated.local_steps", ["Nc=1", "Nc=5"], [4, 8])
+    text = next(table.text for table in latex_tables(found) if table.kind == "grid")
+    assert r" & \multicolumn{2}{c}{local\_\allowbreak{}steps} \\" in text and "\n & 4 & 8 \\\\" in text
+    entry = r"\begin{tabular}[t]{@{}c@{}}$63.40 \pm 2.00$\\{\scriptsize $[58.43, 68.37]$ $n{=}3$}\end{tabular}"
+    assert f"\nNc=1 & {entry} & " in text
+    assert layout(plain(tmp_path).studies[0].tables[0]) is None
+
+
+def test_a_long_table_goes_on_in_another(tmp_path: Path) -> None:
+    cells: list[Cell] = [(f"c{i}", f"c{i}", {}, [0.5]) for i in range(45)]
+    full = next(table for table in latex_tables(gather([make_study(tmp_path / "s", {"t": cells}, rounds=1)])) if table.kind == "full")
+    assert full.text.count(r"\begin{table*}") == full.text.count(r"\end{table*}") == 2 and full.text.count(r"\label") == 1
+    assert sum(f"c{i} & 1 &" in full.text for i in range(45)) == 45
+
+
+# --- figures
+
+
+def drawn(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def test_figures_of_all_kinds_are_the_same_bytes_twice(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "s", PLAIN, ANALYSES)])
+    files = write_figures(found, tmp_path / "one")
+    write_figures(gather([tmp_path / "s"]), tmp_path / "two")
+    assert drawn(tmp_path / "one") == drawn(tmp_path / "two")
+    assert [file.kind for file in files] == ["cells", "rounds", "bytes", "drift", "partition", "masks", "alpha", "between", "xi", "forget"]
+    assert set(drawn(tmp_path / "one")) == {file.path.name + suffix for file in files for suffix in (".pdf", ".png")}
+    assert len({file.label for file in files}) == len(files)
+    said = {file.kind: file.caption for file in files}
+    assert all("n = " in said[kind] for kind in said if kind != "partition")
+    assert all("95 % t interval" in said[kind] for kind in ("cells", "rounds", "bytes", "drift"))
+    pdf = (tmp_path / "one" / "toy-three-models-rounds.pdf").read_bytes()
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf and b"CreationDate" not in pdf
+
+
+def test_a_table_in_two_dimensions_has_a_map_and_a_panel_a_case(tmp_path: Path) -> None:
+    files: dict[str, FigureFile] = {file.kind: file for file in write_figures(gather([make_study(tmp_path / "s", GRID)]), tmp_path / "f")}
+    assert list(files) == ["cells", "map", "rounds", "bytes", "drift", "partition"]
+    assert files["rounds"].wide and not files["map"].wide
+
+
+def test_hostile_labels_are_drawn(tmp_path: Path) -> None:
+    labels = [HOSTILE, "_hidden", "$\\frac", "x" * 90]
+    cells: list[Cell] = [(label, label, {}, [0.5 + i / 100, 0.6]) for i, label in enumerate(labels)]
+    assert len(write_figures(gather([make_study(tmp_path / "s", {HOSTILE: cells})]), tmp_path / "f")) == 5
+    assert clean("_hidden") == " _hidden" and clean("中") == "□" and len(clean("x" * 90)) <= 34
+
+
+# --- the paper
+
+
+def test_what_the_paper_uses_is_there_and_an_edited_paper_stays(tmp_path: Path, blank: None, caplog: pytest.LogCaptureFixture) -> None:
+    found, out = gather([make_study(tmp_path / "s", PLAIN | GRID, ANALYSES)]), tmp_path / "out"
+    paper = write_latex(found, out)
+    text = paper.read_text()
+    used = re.findall(r"^\\input\{(.+?)\}", text, re.MULTILINE), re.findall(r"^\\includegraphics.*\{(.+?)\}", text, re.MULTILINE)
+    assert len(used[0]) >= 4 and all((out / f"{name}.tex").is_file() for name in used[0])
+    assert len(used[1]) >= 8 and all((out / name).is_file() for name in used[1])
+    assert "@@" not in text and str(tmp_path) not in text and "21 runs of tiny on toy\\_\\allowbreak{}set" in text
+    assert write_latex(found, out).read_text() == text and not (out / "paper-new.tex").exists()
+    paper.write_text(text.replace("[To write:", "[My words:"))
+    with caplog.at_level(logging.INFO, logger="fedlens"):
+        write_latex(found, out)
+    assert "[My words:" in paper.read_text() and (out / "paper-new.tex").read_text() == text and "was edited" in caplog.text
+
+
+def test_without_a_tex_engine_there_is_no_pdf_and_a_line_that_says_so(
+    tmp_path: Path, blank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(latex.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.INFO, logger="fedlens"):
+        done = write_files(plain(tmp_path), tmp_path / "out")
+    assert "no paper.pdf" in caplog.text and "paper.pdf" not in done
+    assert {"results.md", "results.csv", "paper.tex", "tables/toy-three-models.tex", "figures/toy-three-models-rounds.pdf"} <= set(done)
+    assert all(path.is_file() for path in done.values())
+
+
+needs_tex = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex here")
+
+
+def pages(folder: Path) -> int:
+    command = ["pdflatex", "-draftmode", "-interaction=nonstopmode", "-halt-on-error", f"-output-directory={folder}", "paper.tex"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    log = (folder / "paper.log").read_text(errors="replace").replace("\n", "")
+    assert done.returncode == 0 and "Overfull \\hbox" not in log and "undefined references" not in log
+    return len(re.findall(r"\[\d+(?=[\s\]{<])", log))
+
+
+@needs_tex
+def test_hostile_labels_compile(tmp_path: Path, blank: None) -> None:
+    cells: list[Cell] = [(label, label, {}, [0.5, 0.6]) for label in (HOSTILE, "[1] first", "* second", "least_sensitive_" * 4)]
+    out = tmp_path / "out"
+    done = write_files(gather([make_study(tmp_path / "s", {HOSTILE: cells}, name=HOSTILE, failures={"x": HOSTILE})]), out)
+    assert done["paper.pdf"].read_bytes().startswith(b"%PDF")
+    assert not list(out.glob("*.aux")) and not list(out.glob("*.log"))
+
+
+@needs_tex
+def test_a_paper_of_many_tables_has_at_most_eight_pages(tmp_path: Path, blank: None) -> None:
+    cells: list[Cell] = [
+        (f"Nc={nc}, merge {rule}", f"Nc={nc}", {"server.merge": rule}, [0.6 + nc / 100, 0.7, 0.65])
+        for nc in (1, 5, 10)
+        for rule in ("mean", "ties", "dare", "fisher")
+    ]
+    tables = {f"table {i}": cells if i % 2 else PLAIN["three models"] for i in range(4)}
+    studies = [make_study(tmp_path / name, tables, ANALYSES, name=name) for name in ("one", "two")]
+    write_latex(gather(studies), tmp_path / "out")
+    assert 4 <= pages(tmp_path / "out") <= 8
+    text = (tmp_path / "out" / "paper.tex").read_text()
+    assert "% Made too, and left out" in text and all(rf"\subsection{{table {i}}}" in text for i in range(4))
+
+
+@needs_tex
+def test_an_error_of_latex_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "paper.tex").write_text("\\documentclass{article}\n\\begin{document}\n\\undefinedthing\n\\end{document}\n")
+    with pytest.raises(UserError, match=r"paper\.tex: \w+ says \S*paper\.tex:3: Undefined control sequence") as caught:
+        compile_pdf(tmp_path)
+    assert "\n" not in str(caught.value) and not (tmp_path / "paper.pdf").exists()
