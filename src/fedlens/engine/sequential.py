@@ -75,7 +75,9 @@ class Sequential:
             params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
         if self.compile and self._compiled is None:
             self._compiled = torch.compile(model)
-        return Worker(self, model if self._compiled is None else self._compiled, [params[name] for name in self.space.shapes], masks, local, python)
+        return Worker(
+            self, model if self._compiled is None else self._compiled, [params[name] for name in self.space.shapes], masks, local, python
+        )
 
 
 @dataclass

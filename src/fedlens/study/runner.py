@@ -76,7 +76,7 @@ class Study:
         with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo)) as bar:
             for each in todo:
                 (self.folder / each.file).parent.mkdir(exist_ok=True)
-                with _quiet():
+                with quiet():
                     error = _attempt(lambda each=each: write_json(self.folder / each.file, each.measure(self.folder / "runs")))  # type: ignore[misc]
                 self._note(each.file, f"{each.title}, seed {each.seed}", error)
                 bar.advance(1, each.title)
@@ -129,7 +129,7 @@ class Study:
 
     def _here(self, planned: Planned) -> None:
         self._prepared(planned)
-        with _quiet():
+        with quiet():
             execute(planned.config)
 
     def _apart(self, planned: Planned, places: "SimpleQueue[int]") -> None:
@@ -184,7 +184,7 @@ def _cache(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """A run's own lines go to its log.txt; the study's are enough for the screen."""
     screens = [h for h in log.handlers if type(h) is logging.StreamHandler]
     levels = [h.level for h in screens]

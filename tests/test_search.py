@@ -1,0 +1,338 @@
+"""Hyper-parameter search: its spaces, what it may look at, and that nothing is lost when it is killed."""
+
+import argparse
+import copy
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAST
+
+from fedlens.config import Config, choices, compose
+from fedlens.errors import UserError
+from fedlens.study import search as search_module
+from fedlens.study import search_space
+from fedlens.study.results import gather, read_search
+from fedlens.study.search import Search
+from fedlens.study.search_cli import register
+from fedlens.study.search_space import Space, as_overrides, read_space
+from fedlens.training import setup
+from fedlens.training.execute import run
+
+pytest.importorskip("optuna")
+
+QUICK = [
+    *FAST,
+    "federated.clients=10",
+    "federated.participation=0.2",
+    "federated.rounds=3",
+    "federated.eval_every=1",
+    "federated.local_steps=1",
+    "optim.batch_size=8",
+]
+SPACE = """
+question: Which?
+where: {small: [optim.momentum=0.5], large: [optim.momentum=0.9]}
+set: [experiment=fedavg_iid]
+space:
+  optim.lr: {low: 1.0e-3, high: 1, log: true}
+  optim.clip_norm: {small: {choices: [null, 1]}, large: {choices: [null, 1, 2]}}
+  federated.local_steps: {low: 1, high: 4}
+  server.lr: {low: 0.5, high: 1.5, step: 0.1}
+trials: 4
+pruning: {warmup: 1, startup: 2}
+"""
+HOPELESS = "set: [experiment=fedavg_iid]\nspace: {optim.lr: {choices: [0.03, 5.0]}}\ntrials: 4\npruning: {warmup: 0, startup: 1}\n"
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra takes a quarter of a second, and most spaces here share their configuration."""
+    monkeypatch.setattr(search_space, "compose", lambda overrides: copy.deepcopy(_composed(tuple(overrides))))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return compose(overrides)
+
+
+def space_file(folder: Path, content: str = SPACE) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(content)
+    return str(path)
+
+
+@cache
+def _read(content: str) -> Space:
+    with tempfile.TemporaryDirectory() as folder:
+        return read_space(space_file(Path(folder), content), overrides=QUICK)
+
+
+def small_space(content: str = SPACE, trials: int | None = None) -> Space:
+    """Of QUICK runs; `federated.local_steps` is set by QUICK, so it is not searched."""
+    return replace(_read(content), trials=trials or _read(content).trials)
+
+
+def found_in(folder: Path) -> str:
+    return (folder / "search.json").read_text()
+
+
+# --- spaces
+
+
+def test_a_space_tells_numbers_from_whole_ones_and_places_from_one_another(tmp_path: Path) -> None:
+    space = read_space(space_file(tmp_path))
+    lr, clip, steps, server = space.dimensions
+    assert (space.name, space.place, space.question, space.trials, space.warmup, space.startup) == ("mine", "small", "Which?", 4, 1, 2)
+    assert (lr.log, lr.whole, lr.default, steps.whole, steps.default, server.step) == (True, False, 0.03, True, 4, 0.1)
+    assert clip.choices == (None, 1.0) and isinstance(clip.choices[1], float)
+    large = read_space(space_file(tmp_path), place="large", trials=9, overrides=["optim.lr=0.1", "seed=3"])
+    assert [d.key for d in large.dimensions] == ["optim.clip_norm", "federated.local_steps", "server.lr"]  # what is set is not searched
+    assert large.dimensions[0].choices == (None, 1.0, 2.0) and large.trials == 9
+    params = {"optim.clip_norm": 2.0, "federated.local_steps": 3, "server.lr": 1.2}
+    assert large.configuration(params) == compose([*large.experiment, *as_overrides(params), "train.test=false"])
+    assert large.experiment == ["optim.momentum=0.9", "experiment=fedavg_iid", "optim.lr=0.1", "seed=3"]
+
+
+@pytest.mark.parametrize("name", choices("search"))
+def test_every_ready_made_space_is_sound_on_both_data_sets(name: str) -> None:
+    for place in ("embedded", "cifar100"):
+        assert read_space(name, place=place).question
+
+
+def test_values_are_spelled_as_on_the_command_line() -> None:
+    params = {"a": None, "b": True, "c": 1e-05, "d": "least_sensitive", "e": "hf:x y"}
+    assert as_overrides(params) == ["a=null", "b=true", "c=1e-05", "d=least_sensitive", "e='hf:x y'"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("space: {optim.lr: {low: 1, high: 0.001}}", "optim.lr: low: 1 given, allowed is below high"),
+        ("space: {optim.lr: {low: 0.001}}", "optim.lr: high: None given"),
+        ("space: {optim.lr: {low: 0, high: 1, log: true}}", "log"),
+        ("space: {optim.lr: {low: 0.001, high: 1, step: 0.7}}", "step"),
+        ("space: {optim.lr: {low: x, high: 1}}", "optim.lr: low: 'x' given, allowed is a number"),
+        ("space: {optim.lr: {low: 0.1, high: 1}}", "its default, 0.01, is not in 0.1 to 1"),
+        ("space: {optim.lr: {low: 0.001, hihg: 1}}", "did you mean 'high'"),
+        ("space: {optim.lr: 3}", "allowed is a mapping"),
+        ("space: {optim.lrr: {low: 0, high: 1}}", "did you mean 'optim.lr'"),
+        ("space: {optim.momentum: {low: 0.0, high: 1.0}}", "optim.momentum: 1.0 given"),
+        ("space: {optim.momentum: {choices: []}}", "choices: [] given"),
+        ("space: {optim.momentum: {choices: [0.9, 0.9]}}", "different"),
+        ("space: {optim.momentum: {choices: [0.9, [1]]}}", "single values"),
+        ("space: {optim.momentum: {choices: [0.9, much]}}", "optim.momentum"),
+        ("space: {optim.momentum: {choices: [0.5, 0.8]}}", "its default, 0.9, is none of the choices"),
+        ("space: {federated.local_steps: {low: 1, high: 8.5}}", "high: 8.5 given, allowed is a whole number"),
+        ("space: {optim.schedule: {low: 1, high: 2}}", "choices"),
+        ("space: {optim: {choices: [1]}}", "cannot be searched"),
+        ("space: {seed: {low: 0, high: 9}}", "cannot be searched"),
+        ("space: {data.val_fraction: {low: 0.1, high: 0.2}}", "cannot be searched"),
+        ("space: {}", "nothing to search"),
+        ("spaces: {}", "did you mean 'space'"),
+        ("trials: 0\nspace: {optim.momentum: {choices: [0.9]}}", "trials: 0 given"),
+        ("pruning: {warmup: -1}\nspace: {optim.momentum: {choices: [0.9]}}", "pruning.warmup: -1 given"),
+        ("set: [data.val_fraction=0, head=linear]\nspace: {optim.momentum: {choices: [0.9]}}", "data.val_fraction"),
+        ("set: no\nspace: {optim.momentum: {choices: [0.9]}}", "a list of key=value"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_space_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_space(space_file(tmp_path, content))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_space_or_place_or_an_override_that_is_not_the_users_is_one_line(tmp_path: Path) -> None:
+    for name, options, said in (
+        ("fedavg_nonid", {}, "did you mean 'fedavg_noniid'"),
+        (str(tmp_path / "none.yaml"), {}, "cannot be read"),
+        (space_file(tmp_path), {"place": "smal"}, "did you mean 'small'"),
+        (space_file(tmp_path), {"overrides": ["run.trackers=[wandb]"]}, "no trackers"),
+        (space_file(tmp_path), {"overrides": ["optim.lrr=1"]}, "optim.lr"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_space(name, **options)  # type: ignore[arg-type]
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r"pip install 'fedlens\[search\]'"):
+        Search(small_space(), tmp_path / "s")
+
+
+# --- the order of trials, on a function in place of training
+
+
+class Kill(BaseException):
+    """As SIGKILL: nothing of ours catches it."""
+
+
+def pretend(trial: Any, config: Config, path: Path) -> dict[str, Any]:
+    """Best at lr = 0.1 and α = 1."""
+    value = 0.9 - 0.1 * abs(math.log10(config.optim.lr) + 1) - 0.1 * abs(config.server.lr - 1)
+    for step in range(3):
+        trial.report(value * (step + 1) / 3, step)
+        if step < 2 and trial.should_prune():
+            return {"state": "pruned", "value": value, "why": None}
+    return {"state": "complete", "value": value, "why": None}
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "conduct", pretend)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_the_same_seed_tries_the_same_and_another_seed_something_else(tmp_path: Path) -> None:
+    one, two = (Search(small_space(trials=11), tmp_path / name).run() for name in ("one", "two"))
+    assert found_in(tmp_path / "one") == found_in(tmp_path / "two")
+    assert [t["number"] for t in one.trials] == list(range(11)) and one.trials[0]["params"] == one.default["params"] == two.default[
+        "params"
+    ]
+    assert len({json.dumps(t["params"]) for t in one.trials}) > 8
+    other = Search(small_space(SPACE + "seed: 1\n", trials=3), tmp_path / "other").run()
+    assert other.trials[0]["params"] == one.trials[0]["params"] and other.trials[1]["params"] != one.trials[1]["params"]
+    best = max((t for t in one.trials if t["state"] == "complete"), key=lambda t: t["value"])
+    assert one.best == best["number"] and best["value"] > one.default["value"] and "pruned" in {t["state"] for t in one.trials}
+
+
+@pytest.mark.usefixtures("pretended")
+def test_asked_for_more_trials_it_goes_on_as_if_asked_at_once(tmp_path: Path) -> None:
+    first = Search(small_space(trials=3), tmp_path / "parts").run()
+    more = Search(small_space(trials=10), tmp_path / "parts").run()
+    assert more.trials[:3] == first.trials and len(more.trials) == 10
+    Search(small_space(trials=10), tmp_path / "whole").run()
+    assert found_in(tmp_path / "parts") == found_in(tmp_path / "whole")
+    Search(small_space(trials=2), tmp_path / "parts").run()  # fewer than there are: nothing to do, nothing lost
+    assert found_in(tmp_path / "parts") == found_in(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("pretended")
+def test_killed_at_any_commit_to_its_database_a_search_ends_with_the_same_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sqlalchemy.orm import Session
+
+    commit, count, at = Session.commit, 0, 0
+
+    def torn(session: Session) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise Kill
+        commit(session)
+
+    monkeypatch.setattr(Session, "commit", torn)
+    Search(small_space(trials=3), tmp_path / "whole").run()
+    total, points = count, 6
+    for at in sorted({1 + i * (total - 1) // (points - 1) for i in range(points)}):
+        folder, count = tmp_path / f"torn-{at}", 0
+        with pytest.raises(Kill):
+            Search(small_space(trials=3), folder).run()
+        count = total  # no more kills
+        Search(small_space(trials=3), folder).run()
+        assert found_in(folder) == found_in(tmp_path / "whole"), f"killed at commit {at} of {total}"
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
+    Search(small_space(trials=1), tmp_path / "s").run()
+    with pytest.raises(UserError, match="another configuration"):
+        Search(read_space(space_file(tmp_path), overrides=[*QUICK, "federated.rounds=4"]), tmp_path / "s").run()
+    with pytest.raises(UserError, match="another seed"):
+        Search(small_space(SPACE + "seed: 1\n"), tmp_path / "s").run()
+    with pytest.raises(UserError, match="another space"):
+        Search(small_space(SPACE.replace("high: 1,", "high: 2,")), tmp_path / "s").run()
+    with search_module._locked(tmp_path / "s"), pytest.raises(UserError, match="in use by another process"):
+        Search(small_space(), tmp_path / "s").run()
+
+
+# --- with training
+
+
+def test_a_search_prunes_keeps_no_weights_and_never_sees_the_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = setup.ImageBank
+    monkeypatch.setattr(setup, "ImageBank", lambda split, device: sizes.append(len(split)) or real(split, device))
+    found = Search(small_space(HOPELESS), tmp_path / "s").run()
+    hopeless = [t for t in found.trials if t["params"]["optim.lr"] == 5.0]
+    assert hopeless and all(t["state"] == "pruned" and len(t["evaluations"]) == 1 for t in hopeless)
+    assert all(t["state"] == "complete" and len(t["evaluations"]) == 3 for t in found.trials if t not in hopeless)
+    assert found.best == 0 and found.trials[0]["value"] == max(found.trials[0]["evaluations"]) == found.default["value"]
+    assert set(sizes) == {540, 60} and len(sizes) == 4  # train and validation; each configuration is trained once
+    folders = sorted((tmp_path / "s" / "runs").iterdir())
+    assert len(folders) == 2 and not list((tmp_path / "s").rglob("*.safetensors"))
+    told = json.loads(found_in(tmp_path / "s"))
+    assert "test_" not in found_in(tmp_path / "s") and "not read" in told["objective"]
+    assert [json.loads(f.read_text())["test_accuracy"] for f in tmp_path.rglob("summary.json")] == [None]
+    assert gather([tmp_path / "s"]).searches == [read_search(tmp_path / "s")]
+
+
+def test_a_failure_is_told_and_the_rest_goes_on_but_the_default_must_work(tmp_path: Path) -> None:
+    content = "set: [experiment=fedavg_iid]\nspace: {optim.lr: {choices: [0.03, 1.0e+30]}}\ntrials: 4\n"
+    found = Search(small_space(content), tmp_path / "s").run()
+    failed = [t for t in found.trials if t["state"] == "failed"]
+    assert failed and len(found.trials) == 4 and all(t["value"] is None and "finite" in t["why"] for t in failed)
+    assert found.best == 0
+    broken = read_space(space_file(tmp_path, content), overrides=[*QUICK, f"data.root={tmp_path}"])
+    with pytest.raises(UserError, match="the default configuration fails"):
+        Search(broken, tmp_path / "broken").run()
+    mended = Search(small_space(content), tmp_path / "broken").run()  # the same search: where the data lies is no part of it
+    assert mended == found
+
+
+def test_a_search_that_is_killed_and_started_again_ends_with_the_same_trials(tmp_path: Path) -> None:
+    path = space_file(tmp_path)
+    Search(read_space(path, overrides=QUICK), tmp_path / "whole").run()
+    script = "import sys; from pathlib import Path; from fedlens.study.search import Search; from fedlens.study.search_space import read_space; Search(read_space(sys.argv[1], overrides=sys.argv[3:]), Path(sys.argv[2])).run()"  # fmt: skip
+    command = [sys.executable, "-c", script, path, str(tmp_path / "torn"), *QUICK]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    runs = tmp_path / "torn" / "runs"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None and len(list(runs.glob("*/metrics.jsonl"))) < 2:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(read_search(tmp_path / "torn").trials) < 4
+    Search(read_space(path, overrides=QUICK), tmp_path / "torn").run()
+    assert found_in(tmp_path / "whole") == found_in(tmp_path / "torn")
+    states = [t.state.name for t in search_module.open_study(tmp_path / "torn").trials]
+    assert states.count("FAIL") == 1 and len(states) == 5  # the one that was running is kept as failed, and tried again
+
+
+def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path) -> None:
+    found = Search(small_space(HOPELESS, trials=3), tmp_path / "s", jobs=2).run()
+    assert len(found.trials) == 3 and found.trials[0]["state"] == "complete"
+    assert all(len(t["evaluations"]) == (3 if t["state"] == "complete" else 1) for t in found.trials)
+    assert not list((tmp_path / "s").rglob("*.safetensors"))
+
+
+def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    register(commands, lambda where, name, call, text, example: where.add_parser(name))
+    args = commands.choices["search"].parse_args(
+        ["fedavg_iid", "device=cpu", "federated.rounds=2", "federated.participation=0.1", "--trials", "3", "--out", str(tmp_path / "s")]
+    )
+    from fedlens.study.search_cli import search_command
+
+    assert search_command(args) == 0
+    out = capsys.readouterr().out
+    found = read_search(tmp_path / "s")
+    assert found.best is not None and found.trials[found.best]["value"] >= found.default["value"] > 0.5
+    line = next(line for line in out.splitlines() if line.strip().startswith("fedlens run"))
+    words = shlex.split(line)[2:]
+    assert "experiment=fedavg_iid" in words and "0, the default" in out and words[-1] == "seed=1"
+    again = run(
+        [*words[:-1], "run.progress=false", f"run.dir={tmp_path / 'again'}"]
+    )  # the same run: the best trial's value, and now the test set
+    assert again.summary["val_accuracy"] == found.trials[found.best]["value"] and again.summary["test_accuracy"] > 0.5
