@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: demo test test-gpu install clean
+.PHONY: demo test test-gpu docs install clean
 
 demo: .venv/core.done
 	$(BIN)/fedlens demo
@@ -18,6 +18,10 @@ test: .venv/dev.done
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
+# the documentation, into site/
+docs: .venv/dev.done
+	$(BIN)/mkdocs build --strict
+
 install: .venv/core.done
 
 .venv/core.done: pyproject.toml constraints.txt
@@ -31,4 +35,4 @@ install: .venv/core.done
 	touch $@ .venv/core.done
 
 clean:
-	rm -rf .venv demo runs build dist
+	rm -rf .venv demo runs studies report site build dist

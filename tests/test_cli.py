@@ -14,7 +14,20 @@ from fedlens.cli import main, parser
 
 def commands() -> list[list[str]]:
     arith = [["arith", part] for part in ("add", "negate", "scale", "merge", "sweep", "interpolate", "forget", "interference")]
-    return [["demo"], ["run"], ["resume"], ["data"], ["data", "prepare"], ["data", "inspect"], ["study"], ["arith"], *arith, ["doctor"]]
+    return [
+        ["demo"],
+        ["run"],
+        ["resume"],
+        ["data"],
+        ["data", "prepare"],
+        ["data", "inspect"],
+        ["study"],
+        ["report"],
+        ["search"],
+        ["arith"],
+        *arith,
+        ["doctor"],
+    ]
 
 
 @pytest.mark.parametrize("command", [[], *commands()], ids=" ".join)

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,20 +40,23 @@ def multirun(overrides: Sequence[str]) -> int:
     from fedlens.config import normalise, to_config
     from fedlens.training.execute import execute
 
-    failed: list[str] = []
     wanted = normalise(overrides)
+    folder = next((o.partition("=")[2] for o in wanted if o.startswith("hydra.sweep.dir=")), time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
+    failed = Path(folder).absolute() / "failed.txt"  # a file: a launcher's jobs are processes of their own, maybe on other machines
+    failed.unlink(missing_ok=True)
 
     @hydra.main(config_path="pkg://fedlens.conf", config_name="config", version_base="1.3")
     def job(composed: DictConfig) -> None:
         try:
             print(execute(to_config(composed)).path)
         except UserError as error:
-            failed.append(str(error))
+            with failed.open("a") as file:
+                file.write(f"{error}\n")
             print(f"error: {error}", file=sys.stderr)
 
-    sys.argv = ["fedlens run", "-m", *wanted]
+    sys.argv = ["fedlens run", "-m", *(o for o in wanted if not o.startswith("hydra.sweep.dir=")), f"hydra.sweep.dir={folder}"]
     job()
-    return 2 if failed else 0
+    return 2 if failed.exists() else 0
 
 
 def resume_command(args: argparse.Namespace) -> int:

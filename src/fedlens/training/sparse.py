@@ -4,10 +4,11 @@ Sensitivities are sums over samples, so those of the clients add up to the centr
 data for the coordinates that are still in question, and gets back one bit a coordinate. Step 0, the head, is in models/heads.py.
 """
 
+import inspect
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index
-from fedlens.lens.masks import Mask, build_mask, eligible
+from fedlens.lens.masks import STRATEGIES, Mask, build_mask, eligible
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
@@ -74,8 +75,17 @@ def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, An
     if data is None or bench.config.mask.path is not None:
         return calibrated_mask(bench, shards)
     held = [digest(torch.from_numpy(np.ascontiguousarray(shard))) for shard in shards]
-    settings = (bench.config.mask, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads(), str(bench.device))
+    rule = _source(STRATEGIES[str(bench.config.mask.strategy)])
+    settings = (bench.config.mask, rule, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads(), str(bench.device))
     return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards), MASKS)
+
+
+def _source(rule: Callable[..., Any]) -> str:
+    """A rule that was written anew under its old name is another rule."""
+    try:
+        return inspect.getsource(rule)
+    except (OSError, TypeError):  # typed into an interpreter, or not a Python function
+        return repr(rule)
 
 
 def _write_mask(found: tuple[Mask, dict[str, Any]], folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""The figures of the documentation, made by fedlens on the embedded default: python scripts/docs_figures.py (four minutes on one core).
+
+Three federations that differ in nothing but who holds what, FedAvg with all clients in every round, mean of three seeds; then the walk along a task vector,
+and masks by rule.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib
+import torch
+
+import fedlens as fl
+from fedlens.data.partition import label_counts
+from fedlens.study.arith import sweep_run
+from fedlens.study.edit_figures import alpha_figure
+from fedlens.study.figures import as_svg, curves_figure, mask_figure, partition_figure
+
+CLIENTS = 10
+FEDERATION = [f"federated.clients={CLIENTS}", "federated.participation=1.0", "federated.rounds=8", "federated.eval_every=4"]
+SETTINGS = [*FEDERATION, "optim.batch_size=16", "optim.lr=0.03", "run.progress=false", "device=cpu"]
+CASES = {
+    "IID": ["experiment=fedavg_iid"],
+    "Nc = 2": ["experiment=fedavg_noniid", "data.classes_per_client=2"],
+    "Nc = 1": ["experiment=fedavg_noniid", "data.classes_per_client=1"],
+}
+SEEDS = (0, 1, 2)
+RULES = ("least_sensitive", "most_sensitive", "highest_magnitude", "random")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="docs/figures", type=Path)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    matplotlib.rcParams["svg.hashsalt"] = "fedlens"  # the same bytes every time
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as work:
+        runs = {
+            name: [fl.run([*overrides, *SETTINGS, f"seed={seed}", f"run.dir={work}/{i}-{seed}"]) for seed in SEEDS]
+            for i, (name, overrides) in enumerate(CASES.items())
+        }
+        drift_figure(runs, out)
+        sweep_figure(runs["IID"][0], out)
+        masks_figure(runs["IID"][0], out)
+    labels = fl.load_dataset("fashion_mini").train.labels
+    schemes = {"IID": {}, "Nc = 2": {"classes_per_client": 2}, "Nc = 1": {"classes_per_client": 1}}
+    counts = {
+        name: label_counts(labels, fl.partition(labels, 50, "classes" if options else "iid", **options))
+        for name, options in schemes.items()
+    }
+    (out / "partition.svg").write_text(as_svg(partition_figure(counts)))
+
+
+def drift_figure(runs: dict[str, list[fl.Run]], out: Path) -> None:
+    drift = {name: mean_curve(of, "drift_ratio") for name, of in runs.items()}
+    orthogonal = {f"orthogonal clients: 1/√{CLIENTS}": CLIENTS**-0.5}
+    (out / "drift.svg").write_text(as_svg(curves_figure(drift, "round", "drift ratio ‖mean Δ‖ / mean ‖Δ‖", orthogonal)))
+    for name, of in runs.items():  # the table beside the figure: means over rounds and seeds
+        means = {key: fmean(value for _, value in mean_curve(of, key)) for key in ("drift_ratio", "cosine", "sign_conflict")}
+        print(name, ", ".join(f"{key} {value:.2f}" for key, value in means.items()))
+
+
+def mean_curve(runs: list[fl.Run], key: str) -> list[tuple[float, float]]:
+    """(round, mean over the runs)"""
+    return [(lines[0]["round"], fmean(line[key] for line in lines)) for lines in zip(*(run.metrics for run in runs), strict=True)]
+
+
+def sweep_figure(run: fl.Run, out: Path) -> None:
+    found = sweep_run(run, None, "-2:4:25")
+    curve = {"θ₀ + α·τ": [(p["alpha"], 100 * p["val_accuracy"]) for p in found["points"]]}
+    levels = {"θ₀: α = 0": 100 * found["start"]["val_accuracy"]}
+    (out / "alpha.svg").write_text(as_svg(alpha_figure(curve, found["chosen"]["alpha"], levels, y="validation accuracy (%)")))
+
+
+def masks_figure(run: fl.Run, out: Path) -> None:
+    data = fl.load_dataset("fashion_mini")
+    model = fl.create_model("tiny", data.num_classes, image_size=28)
+    model.load_state_dict(run.start)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (data.mean, data.std))
+    images = (data.val.images[:200] / 255 - mean) / std
+    (out / "masks.svg").write_text(as_svg(mask_figure({rule: fl.calibrate_mask(model, images, strategy=rule) for rule in RULES})))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The documentation builds without a warning and without the network, and what it tells people to type is right."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedlens.cli import parser
+from fedlens.config import choices, compose, normalise
+from fedlens.data import SOURCES
+from fedlens.study.analyses import wanted
+from fedlens.study.plans import read_plan
+
+pytest.importorskip("mkdocs", reason="needs fedlens[docs]")
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+EXECUTED = ["lens", "talos", "own-model", "own-rule"]  # pages whose Python runs as it stands
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ELSEWHERE = re.compile(r"^\s*(https?:)?//", re.IGNORECASE)
+
+
+def fences(page: Path, language: str) -> list[str]:
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+# --- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    nothing = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "all")}  # whoever asks the network gets nothing
+    environment = {**os.environ, **nothing, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+class Requests(HTMLParser):
+    """What a browser fetches by itself when it shows a page. Links that a reader may follow are not among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.classes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.classes |= set(given.get("class", "").split())
+        self.found += [given[name] for name in ("src", "poster", "data", "srcset") if name in given and tag != "a"]
+        self.found += in_style(given.get("style", ""))
+        if tag == "link" and given.get("rel") not in ("canonical", "next", "prev", "alternate"):
+            self.found.append(given.get("href", ""))
+        if tag in ("use", "image"):
+            self.found += [given[name] for name in ("href", "xlink:href") if name in given]
+
+
+def in_style(text: str) -> list[str]:
+    return re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')\s;]+)", text)
+
+
+def requests(file: Path) -> list[str]:
+    if file.suffix == ".css":
+        return in_style(file.read_text())
+    page = Requests()
+    page.feed(file.read_text())
+    assert "mermaid" not in page.classes  # the theme would load a library from elsewhere to draw it
+    return page.found
+
+
+def test_every_page_of_the_navigation_is_built(site: Path) -> None:
+    assert {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in PAGES} <= {
+        page.relative_to(site).as_posix() for page in site.rglob("*.html")
+    }
+
+
+def test_no_page_asks_another_host_for_anything(site: Path) -> None:
+    files = [file for file in site.rglob("*") if file.suffix in (".html", ".css", ".svg")]
+    asked = {(file.name, request) for file in files for request in requests(file)}
+    assert len(asked) > 20  # the parser sees scripts, styles and images at all
+    assert not [(name, request) for name, request in asked if ELSEWHERE.match(request)]
+    assert "api.github.com" not in (site / "index.html").read_text()
+
+
+def test_the_reference_names_what_the_code_has(site: Path) -> None:
+    from fedlens.config import known_keys
+    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.merging import RULES
+
+    keys = (site / "reference/configuration.html").read_text()
+    assert not [key for key in known_keys() if "." in key and f"<code>{key}</code>" not in keys]
+    rules = (site / "reference/registries.html").read_text()
+    named = [*STRATEGIES, *RULES, *choices("experiment"), *choices("study"), *choices("data"), *choices("model")]
+    assert not [name for name in named if f"<code>{name}</code>" not in rules]
+    assert "calibrate_mask" in (site / "reference/python.html").read_text()
+
+
+def test_figures_are_small_and_shown(site: Path) -> None:
+    figures = list((ROOT / "docs" / "figures").iterdir())
+    assert all(figure.stat().st_size < 150_000 for figure in figures)
+    text = "".join(page.read_text() for page in PAGES)
+    assert not [figure.name for figure in figures if f"figures/{figure.name})" not in text]
+
+
+# --- what the pages tell people to type
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, line) of every fedlens command in a fence, torchrun's included."""
+    for page in PAGES:
+        for text in fences(page, "bash"):
+            for line in text.replace("\\\n", " ").splitlines():
+                if line.startswith("fedlens ") or "-m fedlens " in line:
+                    yield page.stem, line[line.index("fedlens ") :]
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()), ids=lambda value: value.replace("/", "_") if isinstance(value, str) else None)
+def test_a_command_in_the_documentation_is_one_that_fedlens_takes(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    if words[-1] == "--help":
+        with pytest.raises(SystemExit, match="0"):
+            parser().parse_args(words)
+        return
+    args, rest = parser().parse_known_args(words)
+    assert not [word for word in rest if word.startswith("-")]
+    overrides = [*getattr(args, "overrides", []), *rest]
+    if args.command in ("run", "data") and not getattr(args, "multirun", False):
+        compose(overrides)
+    else:
+        normalise(overrides)
+    if args.command in ("study", "search") and not args.name.endswith(".yaml"):
+        assert args.name in choices(args.command)
+    if getattr(args, "part", "") == "prepare":
+        assert args.name in SOURCES or args.name.startswith("hf:")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_in_the_documentation_compiles(page: Path) -> None:
+    for text in fences(page, "python"):
+        compile("\n".join(line for line in text.splitlines() if not line.startswith("%")), str(page), "exec")
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_python_in_the_documentation_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.merging import RULES
+
+    known = set(STRATEGIES), set(RULES)
+    monkeypatch.chdir(tmp_path)
+    (page,) = (page for page in PAGES if page.stem == name)
+    namespace: dict[str, object] = {"__name__": name}
+    try:
+        for text in fences(page, "python"):
+            exec(compile(text, str(page), "exec"), namespace)
+    finally:
+        for registry, before in zip((STRATEGIES, RULES), known, strict=True):
+            for rule in set(registry) - before:  # what a page registers goes with the test
+                del registry[rule]
+
+
+def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
+    (text,) = fences(ROOT / "docs" / "howto" / "study.md", "yaml")
+    (tmp_path / "my-plan.yaml").write_text(text)
+    plan = read_plan(str(tmp_path / "my-plan.yaml"), seeds=2)
+    assert len(plan.runs) == 8
+    assert len(wanted(plan)) == 1
