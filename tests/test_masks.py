@@ -206,6 +206,31 @@ def test_qk_only_stays_with_queries_and_keys_and_names_the_largest_density() -> 
     assert {name for name, (active, _) in separate.items() if active} <= {"query.weight", "query.bias", "key.weight"}
 
 
+@pytest.mark.parametrize("strategy", ["least_sensitive", "highest_magnitude", "random", "random_layerwise"])
+def test_kinds_of_weight_can_be_left_out_and_the_mask_is_as_large(strategy: str) -> None:
+    model, images = tiny(), pictures(6)
+    free, bound = (calibrate_mask(model, images, strategy=strategy, rounds=2, without=kinds) for kinds in ((), ("query", "key")))
+    assert bound.active == free.active == round(0.1 * free.eligible_count) and bound.eligible_count == free.eligible_count
+    kinds = bound.composition()
+    assert kinds["query"]["active"] == kinds["key"]["active"] == 0 < free.composition()["query"]["active"]
+
+
+def test_random_layerwise_without_values_has_its_share_of_qkv_in_queries_and_keys() -> None:
+    mask = calibrate_mask(tiny(), pictures(6), strategy="random_layerwise", rounds=2, without=("value",))
+    kinds = mask.composition()
+    assert kinds["value"]["active"] == 0 < kinds["query"]["active"]
+    assert abs(kinds["query"]["active"] / kinds["key"]["active"] - 1) < 0.05
+
+
+def test_leaving_out_too_much_or_the_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match="did you mean 'query'"):
+        build_mask(tiny(), "random", 0.1, without=["querry"])
+    with pytest.raises(UserError, match=r"mask.density: 0.5 given, allowed is at most .* coordinates without mlp in, mlp out"):
+        build_mask(tiny(), "random", 0.5, without=["mlp in", "mlp out"])
+    with pytest.raises(UserError, match="density"):
+        build_mask(tiny(), "qk_only", 0.1, without=["query"])
+
+
 def test_random_layerwise_keeps_the_counts_of_every_tensor() -> None:
     model, images = tiny(), pictures(2)
     like = calibrate_mask(model, images, density=0.05, rounds=2)

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.lens.bitmap import KINDS
 from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
 from fedlens.optim.schedules import SCHEDULES
@@ -129,6 +130,7 @@ class MaskConfig:
     score: str = "log_prob"  # log_prob | logit
     samples: int | None = None  # images to score on, in all or of each client; null: all
     path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
+    without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/bitmap.py)
     like: str | None = None  # of random_layerwise: the mask whose densities it takes; null: least_sensitive's
 
 
@@ -235,6 +237,7 @@ CHECKS: list[Check] = [
     ("mask.labels_from", *_one_of("model", "data", "exact")),
     ("mask.score", *_one_of("log_prob", "logit")),
     ("mask.samples", lambda v: v is None or v >= 1, ">= 1 or null"),
+    ("mask.without", lambda v: set(v) < set(KINDS), f"any but all of {', '.join(KINDS)}"),
     ("run.if_exists", *_one_of("error", "resume")),
     ("run.keep_last", lambda v: v >= 1, ">= 1"),
     ("run.keep_best", lambda v: v >= 1, ">= 1"),
@@ -383,6 +386,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+LATER: list[tuple[str, str, Any]] = [
+    ("mask", "without", [])
+]  # keys that came after runs were kept, and the value at which they change nothing
+
+
 def identity(config: Config) -> str:
     """A hash of what determines a run's result: everything but where it runs and how it is shown."""
     plain = OmegaConf.to_container(OmegaConf.structured(config))
@@ -390,4 +398,7 @@ def identity(config: Config) -> str:
     plain = {k: v for k, v in plain.items() if k not in ("run", "device")}
     plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("root", "download")}
     plain["model"] = {**plain["model"], "weights": plain["model"]["weights"] and Path(plain["model"]["weights"]).name}
+    for section, key, neutral in LATER:
+        if plain[section][key] == neutral:
+            del plain[section][key]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]

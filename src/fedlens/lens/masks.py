@@ -1,6 +1,7 @@
 """What may move: which coordinates a mask may choose, and how it chooses them (TaLoS, Iurada et al. 2025).
 
-A mask is exactly round(density · m) of the m eligible coordinates, chosen by score with ties to the lower index. The sensitivity
+A mask is exactly round(density · m) of the m eligible coordinates, chosen by score with ties to the lower index; whole kinds of weight may be
+left out of the choice, which changes where a mask lies and not how large it is. The sensitivity
 strategies score in rounds: what a round rejects is softened in the forward pass of the next, so that each scores a changed network.
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, unknown
-from fedlens.lens.bitmap import Mask, parts
+from fedlens.lens.bitmap import KINDS, Mask, parts
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
@@ -116,8 +117,8 @@ class Request:
 
     model: nn.Module
     space: ParamSpace  # every parameter of the model
-    eligible: Tensor  # bool [P]
-    density: float
+    eligible: Tensor  # bool [P]: what may be chosen
+    density: float  # of these
     rounds: int
     soft: float
     seed: int
@@ -190,12 +191,7 @@ def random(request: Request) -> Tensor:
 
 def qk_only(request: Request) -> Tensor:
     """weights at random among attention's queries and keys: a control, for least_sensitive favours those"""
-    within = torch.zeros_like(request.eligible)
-    for name, view in request.space.views(within).items():
-        for kind, rows in parts(name, request.space.shapes[name]).items():
-            if kind in ("query", "key"):
-                view[rows] = True
-    within &= request.eligible
+    within = of_kinds(request.space, ("query", "key")).to(request.eligible.device) & request.eligible
     most, total = int(within.sum()), int(request.eligible.sum())
     if not most:
         raise UserError(
@@ -207,6 +203,16 @@ def qk_only(request: Request) -> Tensor:
             "mask.density", request.density, f"at most {bound} for qk_only: {most:,} of {total:,} eligible are queries and keys"
         )
     return select(request.noise(), within, request.count)
+
+
+def of_kinds(space: ParamSpace, kinds: Collection[str]) -> Tensor:
+    """bool [P]: the coordinates of these kinds of weight."""
+    found = torch.zeros(space.size, dtype=torch.bool)
+    for name, view in space.views(found).items():
+        for kind, rows in parts(name, space.shapes[name]).items():
+            if kind in kinds:
+                view[rows] = True
+    return found
 
 
 def random_layerwise(request: Request) -> Tensor:
@@ -246,9 +252,11 @@ def build_mask(
     score: Scores | None = None,
     like: Mask | None = None,
     on_round: OnRound | None = None,
+    without: Collection[str] = (),
 ) -> Mask:
     """A mask of exactly round(density · m) of the model's m eligible coordinates, naming every parameter, on the CPU.
 
+    without: kinds of weight (bitmap.KINDS) that are not chosen; m counts them all the same, so that masks with and without them are as large.
     score(names): the sensitivities of the model as it is at the call, softened; asked by the sensitivity strategies, once a round.
     """
     if strategy not in STRATEGIES:
@@ -259,7 +267,19 @@ def build_mask(
     space = ParamSpace({name: mask.shape for name, mask in allowed.items()})
     device = next(model.parameters()).device
     keep_schedule(1, density, rounds)  # refuses what is out of range, for every strategy alike
-    request = Request(model, space, space.flatten(allowed).to(device), density, rounds, soft, seed, score, like, on_round)
+    among = space.flatten(allowed)
+    if without:
+        for kind in without:
+            if kind not in KINDS:
+                raise unknown("mask.without", kind, KINDS)
+        wanted = keep_schedule(int(among.sum()), density, 1)[0]
+        among &= ~of_kinds(space, without)
+        if wanted > int(among.sum()):
+            raise bad_value(
+                "mask.density", density, f"at most {int(among.sum()):,} coordinates without {', '.join(without)}, not {wanted:,}"
+            )
+        density = wanted / int(among.sum())
+    request = Request(model, space, among.to(device), density, rounds, soft, seed, score, like, on_round)
     return Mask(space.views(STRATEGIES[strategy](request).cpu()), allowed)
 
 
@@ -276,6 +296,7 @@ def calibrate_mask(
     score: str = "log_prob",
     seed: int = 0,
     like: Mask | None = None,
+    without: Collection[str] = (),
     chunk: int | None = None,
 ) -> Mask:
     """A mask calibrated on these images, in one place; labels_from, score and chunk are those of `sensitivity`."""
@@ -283,7 +304,7 @@ def calibrate_mask(
     def scores(names: Collection[str]) -> Mapping[str, Tensor]:
         return sensitivity(model, images, labels, labels_from=labels_from, score=score, seed=seed, names=names, chunk=chunk)
 
-    return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like)
+    return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like, without=without)
 
 
 __all__ = ["STRATEGIES", "Mask", "build_mask", "calibrate", "calibrate_mask", "eligible", "keep_schedule", "select", "softened"]

@@ -147,6 +147,7 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
             score=scores,
             like=like,
             on_round=on_round,
+            without=c.without,
         )
     if shards and bytes_down == 0:
         bytes_down = len(shards) * mask.bitmap_bytes  # once to every client; a federated calibration has sent it already
