@@ -249,3 +249,11 @@ def test_runs_that_no_study_planned_are_grouped_by_what_differs(tmp_path: Path) 
         gather([tmp_path / "empty"])
     with pytest.raises(UserError, match="not a folder"):
         gather([tmp_path / "none"])
+
+
+def test_the_results_that_are_kept_are_those_of_the_plans() -> None:
+    """A study that goes on must know its finished runs by name."""
+    folder = Path(__file__).parents[1] / "results" / "heterogeneity-cifar100" / "runs"
+    plan = read_plan("heterogeneity", place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
+    kept = {run.name for run in folder.iterdir()}
+    assert kept and kept <= {planned.name for planned in plan.runs}
