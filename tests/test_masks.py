@@ -227,8 +227,10 @@ def test_leaving_out_too_much_or_the_unknown_is_refused() -> None:
         build_mask(tiny(), "random", 0.1, without=["querry"])
     with pytest.raises(UserError, match=r"mask.density: 0.5 given, allowed is at most .* coordinates without mlp in, mlp out"):
         build_mask(tiny(), "random", 0.5, without=["mlp in", "mlp out"])
-    with pytest.raises(UserError, match="density"):
+    with pytest.raises(UserError, match=r"mask.density: 0.1 given, allowed is at most"):
         build_mask(tiny(), "qk_only", 0.1, without=["query"])
+    with pytest.raises(UserError, match="nothing to choose from"):
+        build_mask(tiny(), "qk_only", 0.1, without=["query", "key"])
 
 
 def test_random_layerwise_keeps_the_counts_of_every_tensor() -> None:

@@ -164,7 +164,7 @@ def test_a_small_table_in_markdown_is_exact(tmp_path: Path) -> None:
         "| dense | 71.67 ± 1.53 [67.87, 75.46] (n = 3) | 70.67 ± 1.53 [66.87, 74.46] (n = 3) | 3.0 ± 0.0 (n = 3) "
         "| 1.3 ± 0.6 (n = 3) | 1.3 ± 0.6 (n = 3) | 3 of 3 reached it |" in text
     )
-    assert "The target is 50.00 % validation accuracy.\n" in text
+    assert "The target is 50.00 % validation accuracy; rounds and MB are those of the first evaluation that reaches it.\n" in text
     assert "Test accuracy minus that of central, in points, paired over the n seeds that both have:" in text
     assert "| dense | -10.33 | [-11.77, -8.90] | 3 | 0.001 | 0.0021 |" in text
     assert "| sparse one | +6.33 | [4.90, 7.77] | 3 | 0.0028 | 0.0028 |" in text

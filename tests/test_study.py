@@ -9,17 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.config import choices
+from fedlens.config import choices, compose, identity
 from fedlens.errors import UserError
+from fedlens.runs.store import write_json
 from fedlens.study.plans import plan_file, read_plan
+from fedlens.study.processes import environment_of, locked
 from fedlens.study.report.markdown import csv_rows, markdown_report
 from fedlens.study.results import gather
 from fedlens.study.runner import Study
 from fedlens.training import shared
+from fedlens.training.execute import execute
 
 QUICK = [
     *FAST,
@@ -92,6 +96,17 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a, cases: {x: {hear: []}}}]", "did you mean 'here'"),
         ("tables: [{name: a, set: [optim.lrr=1]}]", "optim.lrr"),
         ("tables: [{name: a, grid: {optim.lr: [-1]}}]", "optim.lr"),
+        ("tables: [{name: a}, {name: a}]", "two tables are called 'a'"),
+        ("tables: {a: 1}", "has no tables"),
+        ("tables: [{name: a, grid: {optim.lr: 0.1}}]", "list of values"),
+        ("tables: [{name: a, cases: [x]}]", "allowed is a mapping"),
+        ("tables: [{name: a, evaluations: 0}]", "evaluations of a: 0 given"),
+        ("where: {here: []}\ntables: [{name: a, local_steps_in_all: {there: 5}}]", "there"),
+        ("tables: [{name: a, cases: {IID: []}, special: [{case: IDD, set: []}]}]", "fits no run"),
+        ("seeds: 2.5\ntables: [{name: a}]", "seeds: 2.5 given"),
+        ("include: [quick]\nseeds: 1", "seeds"),
+        ("include: [quick, quick]", "two tables are called"),
+        ("tables: [{name: a, grid: {model.weights: [a/w.pth, b/w.pth]}}]", "only in the folder"),
         ("a: [", "is not YAML"),
         ("- 1", "has no tables"),
     ],
@@ -124,7 +139,9 @@ def test_a_study_runs_what_is_missing_once_and_tells_n(plan_path: Path, tmp_path
     assert all(cell.planned == len(cell.runs) == 2 for table in found.tables for cell in table.cells)
     text = tables(tmp_path / "s")
     assert "±" in text[0] and not list((tmp_path / "s" / "runs").glob("*/checkpoints"))
-    assert len(list((tmp_path / "s" / "runs").iterdir())) == 6  # QUICK fixes J, so the values of the grid are one run
+    assert (
+        len(list((tmp_path / "s" / "runs").iterdir())) == 4
+    )  # QUICK fixes J and rounds, so the values of the grid, and both tables' IID, are one run
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "s" / "runs").rglob("summary.json")}
     again = small_study(plan_path, tmp_path / "s", seeds=2)
     assert again.missing() == []
@@ -212,12 +229,16 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: sweep, of: whole, samples: 3}", "samples"),
         ("{kind: interference, of: whole}", "2 to 8 cells"),
         ("{kind: forget, of: whole}", "forget has no clients"),
+        ("{kind: forget, of: whole, clients: 3}", "forget has no clients"),
+        ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
+        ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),
     ],
 )
 def test_an_analysis_that_cannot_be_is_one_line_before_anything_runs(tmp_path: Path, given: str, said: str) -> None:
     path = tmp_path / "p.yaml"
-    path.write_text(ANALYSED.partition("analyses:")[0] + f"analyses: [{given}]\n")
+    tables = ANALYSED.partition("analyses:")[0].replace("whole: [", "unread: [train.test=false], whole: [")
+    path.write_text(tables + f"analyses: [{given}]\n")
     with pytest.raises(UserError) as error:
         Study(read_plan(str(path), overrides=QUICK), tmp_path / "s")
     assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "s").exists()
@@ -257,3 +278,57 @@ def test_the_results_that_are_kept_are_those_of_the_plans() -> None:
     plan = read_plan("heterogeneity", place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
     kept = {run.name for run in folder.iterdir()}
     assert kept and kept <= {planned.name for planned in plan.runs}
+
+
+def test_folders_of_images_are_known_by_where_they_are_and_other_data_are_not(tmp_path: Path) -> None:
+    def name(*overrides: str) -> str:
+        return identity(compose([*overrides]))
+
+    assert name("data=folder", "data.root=a") != name("data=folder", "data.root=b")
+    assert name("data=cifar100", "data.root=a") == name("data=cifar100", "data.root=b")
+    assert name("model.weights=a/w.pth") == name("model.weights=b/w.pth") != name("model.weights=b/v.pth")
+
+
+def test_a_study_has_one_owner_and_forgets_failures_that_are_none_any_more(plan_path: Path, tmp_path: Path) -> None:
+    study = small_study(plan_path, tmp_path / "s")
+    with locked(study.folder), pytest.raises(UserError, match="in use by another process"):
+        study.run()
+    write_json(study.folder / "study.json", {"failures": {"other-1": "gone", study.plan.runs[0].name: "why"}})
+    assert small_study(plan_path, tmp_path / "s").failures == {study.plan.runs[0].name: "why"}
+    summary = study.path(study.plan.runs[0]) / "summary.json"
+    summary.parent.mkdir(parents=True)
+    summary.write_text("{}")
+    assert small_study(plan_path, tmp_path / "s").failures == {}
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="--out"):
+            small_study(plan_path, folder).run()
+    with pytest.raises(UserError, match="--jobs: 0 given"):
+        small_study(plan_path, tmp_path / "s", jobs=0)
+
+
+def test_a_run_that_was_killed_before_it_was_one_is_begun_again(tmp_path: Path) -> None:
+    config = read_plan("quick", seeds=1, overrides=QUICK).runs[2].config
+    config.run.dir, config.run.if_exists = str(tmp_path / "r"), "resume"
+    (tmp_path / "r" / "checkpoints").mkdir(parents=True)
+    for name in ("lock", "environment.json", "config.yaml.part"):
+        (tmp_path / "r" / name).touch()
+    assert execute(config).finished
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    config.run.dir = str(tmp_path / "mine")
+    with pytest.raises(UserError, match="not an empty folder"):
+        execute(config)
+
+
+def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert [environment_of(place, 3)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "5", "4"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [environment_of(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == ["0", "1"]
+    script = "import time; from fedlens.study.processes import end_with_parent; end_with_parent(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 1

@@ -61,10 +61,11 @@ def multirun(overrides: Sequence[str]) -> int:
 
 def resume_command(args: argparse.Namespace) -> int:
     from fedlens.training.execute import load_run
+    from fedlens.training.setup import said
 
     run = load_run(args.run)
     if run.finished:
-        print(f"{run.path} is finished: test accuracy {100 * run.summary['test_accuracy']:.2f} %")
+        print(f"{run.path} is finished: {said(run.summary)}")
         return 0
     print(run.resume().path)
     return 0
@@ -228,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
         "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data",
     )
     c.add_argument(
-        "name", help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, full; or a YAML file"
+        "name", help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, rates, full; or a YAML file"
     )
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")

@@ -6,7 +6,7 @@ Every key is declared here; an unknown one is an error that names the nearest. `
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -391,14 +391,22 @@ LATER: list[tuple[str, str, Any]] = [
 ]  # keys that came after runs were kept, and the value at which they change nothing
 
 
-def identity(config: Config) -> str:
-    """A hash of what determines a run's result: everything but where it runs and how it is shown."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(plain, dict)
-    plain = {k: v for k, v in plain.items() if k not in ("run", "device")}
-    plain["data"] = {k: v for k, v in plain["data"].items() if k not in ("root", "download")}
-    plain["model"] = {**plain["model"], "weights": plain["model"]["weights"] and Path(plain["model"]["weights"]).name}
+def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What determines a run's result, of a configuration as plain mappings: all but where it runs, where its data and weights lie and how it is shown."""
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in ("run", "device")}
+    data, model = plain.get("data") or {}, plain.get("model") or {}
+    data.pop("download", None)
+    if data.get("name") != "folder":  # a folder of images is known by where it is
+        data.pop("root", None)
+    if model.get("weights"):
+        model["weights"] = Path(model["weights"]).name
     for section, key, neutral in LATER:
-        if plain[section][key] == neutral:
-            del plain[section][key]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+        if (plain.get(section) or {}).get(key) == neutral:
+            plain[section].pop(key, None)
+    return plain
+
+
+def identity(config: Config) -> str:
+    """A hash of what determines a run's result."""
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return hashlib.sha256(json.dumps(known_by(plain), sort_keys=True).encode()).hexdigest()[:12]

@@ -119,6 +119,7 @@ class Request:
     space: ParamSpace  # every parameter of the model
     eligible: Tensor  # bool [P]: what may be chosen
     density: float  # of these
+    asked: float  # density of all that is eligible
     rounds: int
     soft: float
     seed: int
@@ -195,13 +196,11 @@ def qk_only(request: Request) -> Tensor:
     most, total = int(within.sum()), int(request.eligible.sum())
     if not most:
         raise UserError(
-            "mask.strategy: 'qk_only' given, but the model has no eligible tensor named …qkv.weight, …query.weight or …key.weight"
+            "mask.strategy: 'qk_only' given, but there is nothing to choose from in tensors named …qkv.weight, …query.weight or …key.weight"
         )
     if request.count > most:
         bound = floor(1e4 * most / total) / 1e4
-        raise bad_value(
-            "mask.density", request.density, f"at most {bound} for qk_only: {most:,} of {total:,} eligible are queries and keys"
-        )
+        raise bad_value("mask.density", request.asked, f"at most {bound} for qk_only: {most:,} of {total:,} eligible are queries and keys")
     return select(request.noise(), within, request.count)
 
 
@@ -223,9 +222,7 @@ def random_layerwise(request: Request) -> Tensor:
     elif like.space.shapes != space.shapes:
         raise UserError("mask.like: the mask given is of another model: its names or shapes differ")
     elif like.active != request.count:
-        raise bad_value(
-            "mask.density", request.density, f"that of the mask given as `like`, {like.density:.6g}: {like.active:,} coordinates"
-        )
+        raise bad_value("mask.density", request.asked, f"that of the mask given as `like`, {like.density:.6g}: {like.active:,} coordinates")
     else:
         pattern = space.flatten(like.as_dict())
     active = torch.zeros_like(request.eligible)
@@ -267,7 +264,7 @@ def build_mask(
     space = ParamSpace({name: mask.shape for name, mask in allowed.items()})
     device = next(model.parameters()).device
     keep_schedule(1, density, rounds)  # refuses what is out of range, for every strategy alike
-    among = space.flatten(allowed)
+    among, asked = space.flatten(allowed), density
     if without:
         for kind in without:
             if kind not in KINDS:
@@ -279,7 +276,7 @@ def build_mask(
                 "mask.density", density, f"at most {int(among.sum()):,} coordinates without {', '.join(without)}, not {wanted:,}"
             )
         density = wanted / int(among.sum())
-    request = Request(model, space, among.to(device), density, rounds, soft, seed, score, like, on_round)
+    request = Request(model, space, among.to(device), density, asked, rounds, soft, seed, score, like, on_round)
     return Mask(space.views(STRATEGIES[strategy](request).cpu()), allowed)
 
 

@@ -65,6 +65,11 @@ def write_json(path: Path, content: Mapping[str, Any], *, compact: bool = False)
     write_atomic(path, json.dumps(content, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n")
 
 
+def _begun(path: Path) -> bool:
+    """What `create` makes before there is a run: a process that was killed there may have left it."""
+    return path.name in ("lock", "environment.json") or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
+
+
 @dataclass
 class Checkpoint:
     step: int
@@ -86,7 +91,7 @@ class RunFolder:
     def create(cls, path: Path, config_yaml: str, environment: Mapping[str, Any], *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
         if (path / "config.yaml").exists():
             raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-        if path.exists() and (not path.is_dir() or any(p.name != "lock" for p in path.iterdir())):
+        if path.exists() and (not path.is_dir() or not all(_begun(p) for p in path.iterdir())):
             raise UserError(f"run.dir: {path} exists and is not an empty folder")
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)

@@ -101,8 +101,12 @@ def wanted(plan: Plan) -> list[Wanted]:
         for option in options:
             if option not in allowed.options:
                 raise unknown(f"analyses: {kind}", option, ["of", "seeds", *allowed.options])
-        if kind == "forget" and not options.get("clients"):
-            raise UserError("analyses: forget has no clients, allowed is a list of clients")
+        clients = options.get("clients")
+        if (clients is None and kind == "forget") or (clients is not None and (not isinstance(clients, list) or not clients)):
+            raise UserError(f"analyses: {kind} has no clients, allowed is a list of clients")
+        seeds = given.get("seeds", 1)
+        if not isinstance(seeds, int) or seeds < 1:
+            raise bad_value("analyses: seeds", seeds, "a number of seeds >= 1")
         labels = tuple(str(name) for name in (given["of"] if isinstance(given.get("of"), list) else [given.get("of")]))
         fewest, most = allowed.cells
         fewest = 2 if kind == "interference" and "clients" not in options else fewest
@@ -111,7 +115,11 @@ def wanted(plan: Plan) -> list[Wanted]:
             raise bad_value(f"analyses: {kind} of", ", ".join(labels), f"{fewest} cells" if fewest == most else f"{fewest} to {most} cells")
         cells = [_cell(plan, label) for label in labels]
         shared = [seed for seed in cells[0] if all(seed in cell for cell in cells)]
-        for seed in shared[: int(given.get("seeds", 1))]:
+        if unread := next(
+            (label for label, cell in zip(labels, cells, strict=True) if not all(p.config.train.test for p in cell.values())), None
+        ):
+            raise UserError(f"analyses: {kind} of {unread} would read the test set, which its train.test=false forbids")
+        for seed in shared[:seeds]:
             found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
     return found
 

@@ -98,12 +98,14 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     except Exception as error:  # yaml's own errors share no public base with the above
         raise UserError(f"study: {path} is not YAML ({first_line(error)})") from None
     if isinstance(content, dict) and content.get("include"):
+        _known(content, {"question", "include"}, f"study {path.stem}, which includes others,")
         parts = [read_plan(other, place=place, seeds=seeds, overrides=overrides) for other in content["include"]]
         runs = [planned for part in parts for planned in part.runs]
-        merged = {table.name: table for part in parts for table in part.tables}
+        tables = [table for part in parts for table in part.tables]
+        _distinct([table.name for table in tables])
         analyses = [analysis for part in parts for analysis in part.analyses]
-        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, list(merged.values()), analyses)
-    if not isinstance(content, dict) or not content.get("tables"):
+        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, tables, analyses)
+    if not isinstance(content, dict) or not isinstance(content.get("tables"), list) or not content["tables"]:
         raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
     _known(content, PLAN_KEYS, f"study {path.stem}")
     places: Mapping[str, Any] = content.get("where") or {"here": []}
@@ -111,11 +113,31 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     if place not in places:
         raise unknown("--on", place, places)
     common = [*_texts(places[place], "where"), *_texts(content.get("set"), "set")]
+    for table in content["tables"]:
+        _known(table, TABLE_KEYS, f"table {table.get('name') if isinstance(table, Mapping) else table}")
+    _distinct([_name(table) for table in content["tables"]])
     cells = [found for table in content["tables"] for found in _cells(table, place, places, common, overrides)]
     runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
+    _told_apart(runs)
     tables = [Table(_name(table), str(table.get("question", "")), table.get("target")) for table in content["tables"]]
     filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
     return Plan(path.stem, str(content.get("question", "")), place, runs, filled, _analyses(content.get("analyses"), place, places))
+
+
+def _distinct(names: Sequence[str]) -> None:
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"study: two tables are called {twice!r}; allowed is a name each")
+
+
+def _told_apart(runs: Sequence[Planned]) -> None:
+    """Data and weights are known by their names, wherever they lie; two of a name in one study would be taken for one another."""
+    where: dict[str, tuple[str | None, str | None]] = {}
+    for planned in runs:
+        given = (planned.config.data.root, planned.config.model.weights)
+        if where.setdefault(planned.name, given) != given:
+            raise UserError(
+                f"study: {planned.cell.label} differs from another cell only in the folder of its data or weights; allowed are other names"
+            )
 
 
 def _name(table: Mapping[str, Any]) -> str:
@@ -134,8 +156,8 @@ def _analyses(given: Any, place: str, places: Collection[str]) -> list[Mapping[s
 
 def _seeds(content: Mapping[str, Any], asked: int | None) -> list[int]:
     given = content.get("seeds", 1) if asked is None else asked
-    found = list(range(given)) if isinstance(given, int) else list(given)
-    if not found or not all(isinstance(seed, int) and seed >= 0 for seed in found):
+    found = list(range(given)) if isinstance(given, int) else given
+    if not isinstance(found, list) or not found or not all(isinstance(seed, int) and seed >= 0 for seed in found):
         raise bad_value("seeds", given, "a number of seeds, or a list of seeds >= 0")
     return found
 
@@ -149,10 +171,15 @@ def _seeded(config: Config, seed: int) -> Config:
 def _cells(
     table: Mapping[str, Any], place: str, places: Collection[str], common: Sequence[str], last: Sequence[str]
 ) -> list[tuple[Cell, Config]]:
-    _known(table, TABLE_KEYS, f"table {table.get('name')}")
-    name, grid = _name(table), table.get("grid") or {}
-    found = []
-    for case, given in (table.get("cases") or {"": []}).items():
+    name, grid, cases = _name(table), table.get("grid") or {}, table.get("cases") or {"": []}
+    if not isinstance(grid, Mapping) or not all(isinstance(values, list) for values in grid.values()):
+        raise UserError(f"study: grid of {name} is not a mapping of key to list of values")
+    if not isinstance(cases, Mapping):
+        raise UserError(f"study: cases of {name} is {type(cases).__name__}, allowed is a mapping of name to list of key=value")
+    total, evaluations = (_whole(table.get(key), f"{key} of {name}", place, places) for key in ("local_steps_in_all", "evaluations"))
+    fixed = {text.partition("=")[0] for text in last}
+    found: list[tuple[Cell, Config]] = []
+    for case, given in cases.items():
         if isinstance(given, Mapping):
             _known(given, places, f"case {case}")
             if place not in given:
@@ -163,14 +190,31 @@ def _cells(
             chosen = tuple(zip(grid, values, strict=True))
             special = _special(table, {"case": str(case), "place": place, **dict(chosen)})
             overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *special, *last]
-            config, total = compose(overrides), table.get("local_steps_in_all")
-            total = total.get(place) if isinstance(total, Mapping) else total
-            if total is not None:
+            config = compose(overrides)
+            if total is not None and "federated.rounds" not in fixed:
                 config.federated.rounds = max(1, round(total / config.federated.local_steps))
-            if (evaluations := table.get("evaluations")) is not None:
+            if evaluations is not None and "federated.eval_every" not in fixed:
                 config.federated.eval_every = max(1, config.federated.rounds // evaluations)
             found.append((Cell(name, str(case), chosen), config))
+    _all_used(table, place, [{"case": cell.case, **dict(cell.values)} for cell, _ in found])
     return found
+
+
+def _whole(given: Any, where: str, place: str, places: Collection[str]) -> int | None:
+    """A number for all places, or place by place."""
+    if isinstance(given, Mapping):
+        _known(given, places, where)
+        given = given.get(place)
+    if given is not None and not (isinstance(given, int) and given >= 1):
+        raise bad_value(where, given, "a whole number >= 1")
+    return given
+
+
+def _all_used(table: Mapping[str, Any], place: str, combinations: Sequence[Mapping[str, Any]]) -> None:
+    for entry in table.get("special") or []:
+        wanted = {key: str(value) for key, value in entry.items() if key not in ("set", "place")}
+        if entry.get("place", place) == place and not any(all(str(c[k]) == v for k, v in wanted.items()) for c in combinations):
+            raise UserError(f"study: special of {_name(table)} has an entry that fits no run: {wanted}")
 
 
 def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -178,7 +222,7 @@ def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for entry in table.get("special") or []:
         _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), f"special of {_name(table)}")
-        if all(facts[key] == value for key, value in entry.items() if key != "set"):
+        if all(str(facts[key]) == str(value) for key, value in entry.items() if key != "set"):
             found += _texts(entry.get("set"), f"special of {_name(table)}")
     return found
 

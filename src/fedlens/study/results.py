@@ -14,13 +14,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fedlens.config import known_by
 from fedlens.errors import UserError, first_line
 from fedlens.runs.store import read_metrics
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise
 
 STUDY_FILE = "study.json"
 SEARCH_FILE = "search.json"
-NOT_THE_EXPERIMENT = ("run", "seed", "device", "tracking")  # keys of a configuration that do not set a cell apart
 NEAR = 0.95  # of the best cell's validation accuracy: the target of "rounds and bytes to", unless a plan says otherwise
 
 
@@ -228,7 +228,7 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
     found: dict[str, list[tuple[dict[str, Any], RunResult]]] = {}
     for folder in folders:
         config = read_config(folder)
-        flat = dict(_flat({key: value for key, value in config.items() if key not in NOT_THE_EXPERIMENT}))
+        flat = dict(_flat({key: value for key, value in known_by(config).items() if key != "seed"}))
         found.setdefault(json.dumps(flat, sort_keys=True, default=str), []).append((flat, RunResult(folder, int(config.get("seed", 0)))))
     flats = [members[0][0] for members in found.values()]
     varied = [key for key in dict.fromkeys(key for flat in flats for key in flat) if len({str(flat.get(key)) for flat in flats}) > 1]

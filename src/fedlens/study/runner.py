@@ -19,14 +19,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
-from fedlens.config import to_yaml
-from fedlens.errors import UserError, first_line
+from fedlens.config import from_file, to_yaml
+from fedlens.errors import UserError, bad_value, first_line
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, write_atomic, write_json
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
+from fedlens.study.processes import end_with_parent, environment_of, locked
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
 from fedlens.training.execute import execute
 from fedlens.training.shared import CACHE
@@ -38,18 +37,28 @@ class Study:
     def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False) -> None:
         self.plan, self.folder, self.jobs = plan, folder, jobs
         self.wanted = wanted(plan)
-        known = _read(folder / STUDY_FILE).get("failures", {})
-        self.failures: dict[str, str] = {} if retry else known  # run or analysis -> why
+        if jobs < 1:
+            raise bad_value("--jobs", jobs, ">= 1")
+        known = {} if retry else _read(folder / STUDY_FILE).get("failures", {})
+        lacking = {p.name for p in plan.runs if not self.finished(p)} | {w.file for w in self.wanted if not (folder / w.file).is_file()}
+        self.failures: dict[str, str] = {name: why for name, why in known.items() if name in lacking}  # run or analysis -> why
 
     def path(self, planned: Planned) -> Path:
         return self.folder / "runs" / planned.name
 
+    def finished(self, planned: Planned) -> bool:
+        return (self.path(planned) / "summary.json").is_file()
+
     def missing(self) -> list[Planned]:
         """Each configuration once, in the order of the plan; known failures only when a retry was asked for."""
         unique = {planned.name: planned for planned in self.plan.runs}
-        return [p for p in unique.values() if not (self.path(p) / "summary.json").is_file() and p.name not in self.failures]
+        return [p for p in unique.values() if not self.finished(p) and p.name not in self.failures]
 
     def run(self) -> StudyResult:
+        with locked(self.folder):
+            return self._run()
+
+    def _run(self) -> StudyResult:
         todo = self.missing()
         total = len({p.name for p in self.plan.runs})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
@@ -72,7 +81,7 @@ class Study:
 
     def _analyse(self) -> None:
         todo = [w for w in self.wanted if not (self.folder / w.file).is_file() and w.file not in self.failures]
-        todo = [w for w in todo if all((self.path(planned) / "summary.json").is_file() for planned in w.runs)]
+        todo = [w for w in todo if all(self.finished(planned) for planned in w.runs)]
         with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo)) as bar:
             for each in todo:
                 (self.folder / each.file).parent.mkdir(exist_ok=True)
@@ -119,13 +128,15 @@ class Study:
             places.put(place)
         with ThreadPoolExecutor(self.jobs) as pool:
             running = [(p, pool.submit(_attempt, partial(self._apart, p, places))) for p in todo]
-            for planned, future in running:
-                yield planned, future.result()
+            try:
+                for planned, future in running:
+                    yield planned, future.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt nothing new is begun
 
-    def _prepared(self, planned: Planned) -> Path:
+    def _prepared(self, planned: Planned) -> None:
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
         planned.config.run.progress = False
-        return self.path(planned)
 
     def _here(self, planned: Planned) -> None:
         self._prepared(planned)
@@ -133,23 +144,20 @@ class Study:
             execute(planned.config)
 
     def _apart(self, planned: Planned, places: "SimpleQueue[int]") -> None:
-        path = self._prepared(planned)
+        self._prepared(planned)
         wanted = self.folder / "configs" / f"{planned.name}.yaml"
         wanted.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, to_yaml(planned.config))
         place = places.get()
         try:
-            environment = os.environ.copy()
-            if torch.cuda.device_count() > 1:
-                environment["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
-            else:
-                environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
-            command = [sys.executable, "-m", "fedlens", "run", "--config", str(wanted), f"run.dir={path}"]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            command = [sys.executable, "-m", "fedlens.study.runner", str(wanted)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            with subprocess.Popen(command, text=True, env=environment_of(place, self.jobs), **pipes) as process:  # type: ignore[call-overload]
+                said = process.stderr.read()
         finally:
             places.put(place)
-        if done.returncode:
-            raise UserError(([line for line in done.stderr.splitlines() if line.strip()] or ["no message"])[-1].removeprefix("error: "))
+        if process.returncode:
+            raise UserError(([line for line in said.splitlines() if line.strip()] or ["no message"])[-1].removeprefix("error: "))
 
 
 def _attempt(work: Callable[[], None]) -> str | None:
@@ -199,3 +207,18 @@ def quiet() -> Iterator[None]:
 
 def study_folder(plan: Plan, given: str | None) -> Path:
     return Path(given) if given else Path("studies") / f"{plan.name}-{plan.place}"
+
+
+def _child(config: str) -> int:
+    """One run in a process of its own."""
+    end_with_parent()
+    try:
+        execute(from_file(Path(config)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1]))

@@ -8,28 +8,24 @@ tries is a function of (seed, its number, the trials before it): killed at any m
 search.json; asked for more trials, it goes on. The same configuration is trained once, however often it is tried.
 """
 
-import fcntl
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedlens.config import Config, from_file, identity, to_yaml
 from fedlens.errors import UserError, first_line
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, disk_errors, read_metrics, write_atomic, write_json
+from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
 from fedlens.seeding import key as keyed
+from fedlens.study.processes import end_with_parent, environment_of, locked
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
 from fedlens.study.runner import quiet
 from fedlens.study.search_space import Dimension, Space, as_overrides
@@ -76,8 +72,6 @@ class Watch:
 def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
     """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed, value, why}. Its weights are not kept."""
     watch, finished = Watch(trial, config), (path / "summary.json").is_file()
-    if path.exists() and not (path / "config.yaml").is_file():
-        shutil.rmtree(path)  # of a process that was killed before there was a run
     try:
         for line in read_metrics(path):
             watch.log(line, line["step"], prune=not finished)
@@ -101,7 +95,7 @@ class Search:
         self.study: Any = None
 
     def run(self) -> SearchResult:
-        with _locked(self.folder):
+        with locked(self.folder):
             try:
                 self._open()
                 self._take_over()
@@ -214,14 +208,9 @@ class Search:
         wanted = self.folder / "configs" / f"{trial.number}.yaml"
         wanted.parent.mkdir(exist_ok=True)
         write_atomic(wanted, to_yaml(config))
-        environment = os.environ.copy()
-        if torch.cuda.device_count() > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
-        else:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
         command = [sys.executable, "-m", "fedlens.study.search", str(self.folder), str(trial._trial_id), str(wanted)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, text=True, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        with subprocess.Popen(command, text=True, env=environment_of(place, self.jobs), **pipes) as process:  # type: ignore[call-overload]
             lines = process.stdout.read().splitlines()
         try:
             outcome: dict[str, Any] = json.loads(lines[-1])
@@ -296,28 +285,13 @@ def open_study(folder: Path) -> Any:
     return study
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back however the process ends
-        except BlockingIOError:
-            raise UserError(f"--out: {folder} is in use by another process") from None
-        except OSError:  # some network and FUSE file systems know no locks
-            log.warning("%s: this file system has no locks; make sure that only one process uses the search", folder)
-        yield
-
-
 def search_folder(space: Space, given: str | None) -> Path:
     return Path(given) if given else Path("searches") / f"{space.name}-{space.place}"
 
 
 def _child(folder: str, trial: str, config: str) -> None:
     """One trial in a process of its own, which ends with the one that started it: their pipe is closed then."""
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    end_with_parent()
     wanted = from_file(Path(config))
     outcome = conduct(optuna().trial.Trial(open_study(Path(folder)), int(trial)), wanted, Path(wanted.run.dir or ""))
     print(json.dumps(outcome), flush=True)

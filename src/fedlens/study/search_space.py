@@ -30,6 +30,8 @@ from fedlens.errors import UserError, bad_value, first_line, unknown
 
 SPACE_KEYS = {"question", "where", "set", "space", "trials", "seed", "pruning"}
 FIXED = (
+    "experiment",  # and the model: each brings values of other keys, which a name alone does not
+    "model.name",
     "seed",
     "device",
     "data.name",

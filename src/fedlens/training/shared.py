@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedlens import __version__
 from fedlens.data.dataset import Split
 from fedlens.errors import UserError
 
@@ -56,7 +57,7 @@ def _on_disk(folder: Path, make: Callable[[], T], form: Form[T]) -> T:
         except (OSError, ValueError, KeyError, SafetensorError, UserError):
             shutil.rmtree(folder, ignore_errors=True)  # damaged
     made = make()
-    with suppress(OSError):  # no place to keep it, or another process was first
+    with suppress(OSError, SafetensorError):  # no place to keep it, or another process was first
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
         try:
@@ -70,7 +71,7 @@ def _on_disk(folder: Path, make: Callable[[], T], form: Form[T]) -> T:
 def digest(*parts: object) -> str:
     """Of tensors, mappings of tensors, and anything that prints itself; of where and by what it is computed too."""
     content = hashlib.sha256()
-    for part in (*parts, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"):
+    for part in (*parts, __version__, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"):
         for name, value in part.items() if isinstance(part, Mapping) else (("", part),):
             content.update(
                 f"{name}={tuple(value.shape)}{value.dtype};".encode() if isinstance(value, Tensor) else f"{name}={value!r};".encode()

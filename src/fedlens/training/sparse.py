@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index
-from fedlens.lens.masks import STRATEGIES, Mask, build_mask, eligible
+from fedlens.lens.masks import STRATEGIES, Mask, build_mask, eligible, of_kinds
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
@@ -75,8 +75,18 @@ def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, An
     if data is None or bench.config.mask.path is not None:
         return calibrated_mask(bench, shards)
     held = [digest(torch.from_numpy(np.ascontiguousarray(shard))) for shard in shards]
-    rule = _source(STRATEGIES[str(bench.config.mask.strategy)])
-    settings = (bench.config.mask, rule, bench.config.seed, bench.pipeline, bench.precision, torch.get_num_threads(), str(bench.device))
+    c = bench.config.mask
+    like = None if c.like is None else digest(Mask.load(c.like).vector)
+    settings = (
+        c,
+        _source(STRATEGIES[str(c.strategy)]),
+        like,
+        bench.config.seed,
+        bench.pipeline,
+        bench.precision,
+        torch.get_num_threads(),
+        str(bench.device),
+    )
     return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards), MASKS)
 
 
@@ -117,7 +127,9 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
             parts = [some_samples(shard, c.samples) for shard in shards]
         else:
             parts = [evenly(len(bench.val), c.samples)]
-        in_question = sum(int(allowed.sum()) for allowed in eligible(bench.model).values())
+        allowed = eligible(bench.model)
+        space = ParamSpace({name: mask.shape for name, mask in allowed.items()})
+        in_question = int((space.flatten(allowed) & ~of_kinds(space, c.without)).sum())
 
         def scores(names: Collection[str]) -> Mapping[str, Tensor]:
             nonlocal bytes_up, asked
@@ -157,6 +169,7 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
         "strategy": c.strategy,
         "path": c.path,
         "scope": c.scope,
+        "without": list(c.without),
         "density": mask.density,
         "active": mask.active,
         "eligible": mask.eligible_count,

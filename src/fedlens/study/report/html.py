@@ -111,7 +111,11 @@ def _table(page: Page, table: TableResult, planned: bool, question: str) -> None
         return
     aim = f"{percent(table.aim)} %" if table.aim is not None else "the target"
     why = "as planned" if planned else f"{100 * NEAR:g} % of the best mean of this table"
-    target = f" Target: a validation accuracy of {aim}, {why}; means are over the seeds that reached it." if table.aim is not None else ""
+    target = (
+        f" Target: a validation accuracy of {aim}, {why}, counted at the first evaluation that reaches it; means are over the seeds that did."
+        if table.aim is not None
+        else ""
+    )
     seeds = {seed for cell in table.cells for seed in cell.runs}
     header = ["Cell", "Seeds", "Test accuracy, %", "Validation accuracy, %", "MB sent up", f"Rounds to {aim}", f"MB to {aim}", "Reached by"]
     page.table(f"{table.name}: results.{target}", header, [_result(table, cell, seeds) for cell in table.cells])

@@ -78,7 +78,13 @@ FEDERATED = {
     "server optimizer": "server.optimizer",
     "server learning rate": "server.lr",
 }
-MASKED = {"rule": "mask.strategy", "density": "mask.density", "rounds of calibration": "mask.rounds", "scope": "mask.scope"}
+MASKED = {
+    "rule": "mask.strategy",
+    "density": "mask.density",
+    "rounds of calibration": "mask.rounds",
+    "scope": "mask.scope",
+    "without": "mask.without",
+}
 
 
 def write_files(gathered: Gathered, out: Path) -> dict[str, Path]:
@@ -89,7 +95,11 @@ def write_files(gathered: Gathered, out: Path) -> dict[str, Path]:
     write_atomic(done["results.csv"], csv_rows(gathered))
     made = _write(gathered, out)
     done |= {str(path.relative_to(out)): path for path in made}
-    pdf = compile_pdf(out)
+    try:
+        pdf = compile_pdf(out)
+    except UserError as error:  # a paper that somebody is writing, a TeX that lacks a package: the rest of the report is there
+        log.warning("no paper.pdf: %s", error)
+        pdf = None
     return done if pdf is None else done | {pdf.name: pdf}
 
 
@@ -209,14 +219,14 @@ def _questions(gathered: Gathered) -> str:
 
 
 def _best(table: TableResult, where: str = "") -> str:
-    """The highest mean, with its interval and n."""
-    found = [(summary, cell) for cell in table.cells if (summary := cell.summary("test_accuracy"))]
+    """What the cell that validation prefers has on the test set, with its interval and n."""
+    found = [(val, test, cell) for cell in table.cells if (test := cell.summary("test_accuracy")) and (val := cell.summary("val_accuracy"))]
     if not found:
         return ""
-    best, cell = max(found, key=lambda pair: pair[0].mean)
+    _, best, cell = max(found, key=lambda each: each[0].mean)
     inside = f", 95 % interval {interval(best.low, best.high)}" if best.low is not None else ""
     opening = f"{where}{shown(table.name)}: " if where else ""
-    return f"{opening}the highest mean test accuracy is {100 * best.mean:.2f} % ({shown(cell.label)}{inside}, n = {best.n})."
+    return f"{opening}best on validation is {shown(cell.label)}, with a test accuracy of {100 * best.mean:.2f} % (n = {best.n}{inside})."
 
 
 def _claims(table: TableResult) -> str:
@@ -276,6 +286,8 @@ def _values(runs: Iterable[RunResult], key: str) -> str:
         value: Any = run.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list):
+            value = " and ".join(map(str, value)) or None
         if value is not None and value not in found:
             found.append(value)
     if all(isinstance(value, int | float) for value in found):

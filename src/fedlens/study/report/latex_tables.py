@@ -230,7 +230,7 @@ def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
 
 
 def _aim(table: TableResult) -> str:
-    said = f" The target is {escape(aim_text(table))}; rounds and MB are means over the seeds that reached it, k of n."
+    said = f" The target is {escape(aim_text(table))}; rounds and MB are those of the first evaluation that reaches it, means over the seeds that did, k of n."
     return said if table.aim is not None and any(reached(table, cell)[1] for cell in table.cells) else ""
 
 

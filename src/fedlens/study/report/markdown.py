@@ -188,7 +188,11 @@ def _cells(table: TableResult) -> str:
                 said or NOTHING,
             ]
         )
-    under = f"\n\nThe target is {aim_text(table)}." if table.aim is not None else ""
+    under = (
+        f"\n\nThe target is {aim_text(table)}; rounds and MB are those of the first evaluation that reaches it."
+        if table.aim is not None
+        else ""
+    )
     return _rows(header, rows) + under
 
 

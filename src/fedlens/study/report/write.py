@@ -11,9 +11,10 @@ from fedlens.study.results import Gathered
 
 def write_report(gathered: Gathered, out: Path, title: str | None = None) -> Path:
     """index.html, results.md, results.csv, tables/, figures/, paper.tex and, where a TeX engine is found, paper.pdf; returns the page."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out: {out} is a file; allowed is a folder")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be a folder ({error.strerror})") from None
     write_atomic(out / "index.html", html_report(gathered, title))
     write_files(gathered, out)
     return out / "index.html"
