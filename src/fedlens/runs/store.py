@@ -95,7 +95,7 @@ class RunFolder:
             raise UserError(f"run.dir: {path} exists and is not an empty folder")
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path, _take_lock(path), keep_last, keep_best)
+            folder = cls(path, take_lock(path), keep_last, keep_best)
             folder.checkpoints.mkdir(exist_ok=True)
         write_json(path / "environment.json", environment)
         write_atomic(path / "config.yaml", config_yaml)  # last: from here on it is a run
@@ -107,7 +107,7 @@ class RunFolder:
         if not (path / "config.yaml").is_file():
             raise UserError(f"run.dir: {path} holds no run (no config.yaml)")
         with disk_errors(path):
-            folder = cls(path, _take_lock(path), keep_last, keep_best)
+            folder = cls(path, take_lock(path), keep_last, keep_best)
             folder.checkpoints.mkdir(exist_ok=True)
             for leftover in folder.checkpoints.glob(".part-*"):  # of a process that was killed while writing
                 shutil.rmtree(leftover)
@@ -239,15 +239,16 @@ class RunFolder:
         return None
 
 
-def _take_lock(path: Path) -> IO[str]:
+def take_lock(path: Path, field: str = "run.dir") -> IO[str]:
+    """The folder for this process alone, until the file that comes back is closed."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back however the process ends
     except BlockingIOError:
         file.close()
-        raise UserError(f"run.dir: {path} is in use by another process") from None
+        raise UserError(f"{field}: {path} is in use by another process") from None
     except OSError:  # some network and FUSE file systems (a mounted Google Drive) know no locks
-        log.warning("%s: this file system has no locks; make sure that only one process uses the run", path)
+        log.warning("%s: this file system has no locks; make sure that only one process uses it", path)
     return file
 
 

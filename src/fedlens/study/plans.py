@@ -20,7 +20,7 @@
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -36,6 +36,11 @@ TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_step
 SPECIAL_KEYS = {"case", "place", "set"}
 
 
+def labelled(case: str, values: Iterable[tuple[str, Any]]) -> str:
+    """IID, local_steps 4"""
+    return ", ".join(filter(None, [case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values)]))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One entry of a table, to be run with several seeds."""
@@ -46,7 +51,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return ", ".join(filter(None, [self.case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.values)]))
+        return labelled(self.case, self.values)
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ def _cells(
             if evaluations is not None and "federated.eval_every" not in fixed:
                 config.federated.eval_every = max(1, config.federated.rounds // evaluations)
             found.append((Cell(name, str(case), chosen), config))
-    _all_used(table, place, [{"case": cell.case, **dict(cell.values)} for cell, _ in found])
+    _all_used(table, place, [{"case": cell.case, "place": place, **dict(cell.values)} for cell, _ in found])
     return found
 
 
@@ -212,9 +217,12 @@ def _whole(given: Any, where: str, place: str, places: Collection[str]) -> int |
 
 def _all_used(table: Mapping[str, Any], place: str, combinations: Sequence[Mapping[str, Any]]) -> None:
     for entry in table.get("special") or []:
-        wanted = {key: str(value) for key, value in entry.items() if key not in ("set", "place")}
-        if entry.get("place", place) == place and not any(all(str(c[k]) == v for k, v in wanted.items()) for c in combinations):
-            raise UserError(f"study: special of {_name(table)} has an entry that fits no run: {wanted}")
+        if entry.get("place", place) == place and not any(_fits(entry, facts) for facts in combinations):
+            raise UserError(f"study: special of {_name(table)} has an entry that fits no run: {entry}")
+
+
+def _fits(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    return all(str(facts[key]) == str(value) for key, value in entry.items() if key != "set")
 
 
 def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -222,7 +230,7 @@ def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for entry in table.get("special") or []:
         _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), f"special of {_name(table)}")
-        if all(str(facts[key]) == str(value) for key, value in entry.items() if key != "set"):
+        if _fits(entry, facts):
             found += _texts(entry.get("set"), f"special of {_name(table)}")
     return found
 
@@ -240,4 +248,4 @@ def _known(mapping: Mapping[str, Any], keys: Collection[str], where: str) -> Non
         raise UserError(f"study: {where} is {type(mapping).__name__}, allowed is a mapping")
     for key in mapping:
         if key not in keys:
-            raise unknown(f"{where}", str(key), keys)
+            raise unknown(where, str(key), keys)

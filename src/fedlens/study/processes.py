@@ -1,7 +1,5 @@
 """Runs in processes of their own: one folder for one owner, a GPU each where there are several, and no child that outlives its parent."""
 
-import fcntl
-import logging
 import os
 import sys
 import threading
@@ -12,26 +10,22 @@ from pathlib import Path
 import torch
 
 from fedlens.errors import UserError
-
-log = logging.getLogger("fedlens")
+from fedlens.runs.store import take_lock
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """The folder, made if it is missing, for this process alone."""
+    make_folder(folder)
+    with take_lock(folder, "--out"):
+        yield
+
+
+def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
     except OSError as error:
-        raise UserError(f"--out: {folder} cannot be a folder of ours ({error.strerror})") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back however the process ends
-        except BlockingIOError:
-            raise UserError(f"--out: {folder} is in use by another process") from None
-        except OSError:  # some network and FUSE file systems know no locks
-            log.warning("%s: this file system has no locks; make sure that only one process uses it", folder)
-        yield
+        raise UserError(f"--out: {folder} cannot be a folder ({error.strerror})") from None
 
 
 def environment_of(place: int, jobs: int) -> dict[str, str]:

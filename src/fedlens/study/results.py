@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from fedlens.config import known_by
 from fedlens.errors import UserError, first_line
 from fedlens.runs.store import read_metrics
+from fedlens.study.plans import labelled
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise
 
 STUDY_FILE = "study.json"
@@ -236,13 +237,9 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
     for members in found.values():
         flat = members[0][0]
         values = {key: flat[key] for key in varied if flat.get(key) is not None and key != "experiment"}
-        label = ", ".join([str(flat.get("experiment", "run")), *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values.items())])
-        number, taken = count(2), {cell.label for cell in cells}
-        while label in taken:
-            label = f"{label} ({next(number)})"
-        runs: dict[int, RunResult] = {}
-        for _, run in members:  # the same configuration twice: the later folder counts
-            runs[run.seed] = run
+        label, taken = labelled(str(flat.get("experiment", "run")), values.items()), {cell.label for cell in cells}
+        label = next(name for name in chain([label], (f"{label} ({i})" for i in count(2))) if name not in taken)
+        runs = {run.seed: run for _, run in members}  # the same configuration twice: the later folder counts
         cells.append(CellResult(label, str(flat.get("experiment", "run")), values, runs, len(runs)))
     return cells
 

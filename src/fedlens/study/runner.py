@@ -67,7 +67,9 @@ class Study:
             for planned, error in self._executed(todo):
                 self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
                 if error is None:
-                    shutil.rmtree(self.path(planned) / CHECKPOINTS)  # what a finished run needs is in its model.safetensors
+                    shutil.rmtree(
+                        self.path(planned) / CHECKPOINTS, ignore_errors=True
+                    )  # what a finished run needs is in its model.safetensors
                 bar.advance(1, planned.cell.label)
         self._analyse()
         self._tell()

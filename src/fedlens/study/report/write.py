@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fedlens.errors import UserError
 from fedlens.runs.store import write_atomic
+from fedlens.study.processes import make_folder
 from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import write_files
 from fedlens.study.results import Gathered
@@ -11,10 +11,7 @@ from fedlens.study.results import Gathered
 
 def write_report(gathered: Gathered, out: Path, title: str | None = None) -> Path:
     """index.html, results.md, results.csv, tables/, figures/, paper.tex and, where a TeX engine is found, paper.pdf; returns the page."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: {out} cannot be a folder ({error.strerror})") from None
+    make_folder(out)
     write_atomic(out / "index.html", html_report(gathered, title))
     write_files(gathered, out)
     return out / "index.html"
