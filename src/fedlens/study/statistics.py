@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -171,11 +172,17 @@ def _summary(values: Sequence[float], confidence: float) -> Summary:
     mean, n = statistics.mean(values), len(values)
     if n == 1:
         return Summary(1, mean, None, None, None)
+    sd = statistics.stdev(values)
+    half = _quantile(confidence, n - 1) * sd / math.sqrt(n)
+    return Summary(n, mean, sd, mean - half, mean + half)
+
+
+@cache
+def _quantile(confidence: float, freedom: int) -> float:
+    """Of Student's t: half the interval, in standard errors."""
     from scipy import stats
 
-    sd = statistics.stdev(values)
-    half = -float(stats.t.ppf((1 - confidence) / 2, n - 1)) * sd / math.sqrt(n)
-    return Summary(n, mean, sd, mean - half, mean + half)
+    return -float(stats.t.ppf((1 - confidence) / 2, freedom))
 
 
 def _check_confidence(confidence: float) -> None:

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -223,19 +222,8 @@ def _curve(cell: CellResult, x: str, y: str, scale: float, at: str | None) -> tu
 
 
 def _band(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return rounded(mean), None, None
-    half = _half(len(values)) * math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return rounded(mean), rounded(mean - half), rounded(mean + half)
-
-
-@cache
-def _half(n: int) -> float:
-    """Half the 95 % interval of a mean of n, in standard deviations: a curve has too many points to ask for each."""
-    unit = summarise([0.0] * (n - 1) + [1.0])
-    assert unit.sd is not None and unit.high is not None
-    return (unit.high - unit.mean) / unit.sd
+    found = summarise(values)
+    return rounded(found.mean), *(None if end is None else rounded(end) for end in (found.low, found.high))  # type: ignore[return-value]
 
 
 def _unrelated(table: TableResult, key: str) -> list[dict[str, Any]]:
