@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -117,7 +117,7 @@ def test_calibration_is_the_algorithm_round_by_round(
     images = pictures(count, 2 if kind == "small" else 28).double()
     before, seen, kept = snapshot(model), [], []
 
-    def score(names: Collection[str]) -> dict[str, Tensor]:
+    def score(names: Collection[str], active: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
         return sensitivity(model, images, names=names)
 
@@ -283,7 +283,7 @@ def test_a_score_that_fails_in_a_late_round_leaves_the_model_as_it_was() -> None
     model, calls = Small(), []
     before = snapshot(model)
 
-    def score(names: Collection[str]) -> dict[str, Tensor]:
+    def score(names: Collection[str], active: Mapping[str, Tensor]) -> dict[str, Tensor]:
         calls.append(same_bits(model, before))
         if len(calls) == 3:
             raise ZeroDivisionError
@@ -297,7 +297,7 @@ def test_a_score_that_fails_in_a_late_round_leaves_the_model_as_it_was() -> None
 def test_only_tensors_that_still_have_active_weights_are_scored() -> None:
     model, asked = Small(), []
 
-    def score(names: Collection[str]) -> dict[str, Tensor]:
+    def score(names: Collection[str], active: Mapping[str, Tensor]) -> dict[str, Tensor]:
         asked.append(set(names))
         return {name: torch.full(dict(model.named_parameters())[name].shape, float(name.startswith("first"))) for name in names}
 
@@ -310,7 +310,9 @@ def test_only_tensors_that_still_have_active_weights_are_scored() -> None:
 def test_scores_and_weights_must_be_finite(bad: float) -> None:
     model = Small()
     with pytest.raises(UserError, match="not finite"):
-        build_mask(model, "least_sensitive", 0.1, score=lambda names: {n: torch.full_like(p, bad) for n, p in model.named_parameters()})
+        build_mask(
+            model, "least_sensitive", 0.1, score=lambda names, active: {n: torch.full_like(p, bad) for n, p in model.named_parameters()}
+        )
     with torch.no_grad():
         model.first.weight[0, 0] = bad
     with pytest.raises(UserError, match="not finite"):
@@ -325,10 +327,10 @@ def test_scores_and_weights_must_be_finite(bad: float) -> None:
         ({"density": 1.5}, "0 < density <= 1"),
         ({"density": float("nan")}, "0 < density <= 1"),
         ({"rounds": 0}, r"mask\.rounds"),
-        ({"soft": -1.0, "score": lambda names: {}}, r"mask\.soft"),
+        ({"soft": -1.0, "score": lambda names, active: {}}, r"mask\.soft"),
         ({}, "needs images"),
-        ({"score": lambda names: {}}, "scores lack"),
-        ({"score": lambda names: {name: torch.zeros(1) for name in names}}, "another shape"),
+        ({"score": lambda names, active: {}}, "scores lack"),
+        ({"score": lambda names, active: {name: torch.zeros(1) for name in names}}, "another shape"),
         ({"model": nn.ReLU()}, "nothing is eligible"),
     ],
 )

@@ -115,6 +115,7 @@ class ServerConfig:
     top: float = 0.01  # of breadcrumbs: the fractions of each tensor that are cut off
     bottom: float = 0.85
     fisher_samples: int = 64  # of fisher: images that a client scores its sensitivities on
+    norm_bound: float | None = None  # updates that are longer are refused; null: none
 
 
 @dataclass
@@ -132,6 +133,24 @@ class MaskConfig:
     path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
     without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/bitmap.py)
     like: str | None = None  # of random_layerwise: the mask whose densities it takes; null: least_sensitive's
+
+
+@dataclass
+class PrivacyConfig:
+    """Differential privacy of a client's part in what the server publishes (McMahan et al. 2018, with the cohorts known to all)."""
+
+    clip: float | None = None  # every update is shortened to this norm; null: not
+    noise: float = 0.0  # standard deviation of the noise on the sum of updates, as a multiple of `clip`
+    delta: float = 1e-5
+
+
+@dataclass
+class DeployConfig:
+    """Clients on other machines (engine/flower). Nothing here changes what is computed."""
+
+    wait: float = 300.0  # seconds for all clients to show up at the start
+    deadline: float = 600.0  # seconds for an answer
+    min_fraction: float = 0.5  # of the clients asked: with fewer answers a round is tried again, then the run stops and can go on later
 
 
 @dataclass
@@ -158,6 +177,8 @@ class Config:
     federated: FederatedConfig = field(default_factory=FederatedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     mask: MaskConfig = field(default_factory=MaskConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    deploy: DeployConfig = field(default_factory=DeployConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -229,6 +250,13 @@ CHECKS: list[Check] = [
     ("server.top", lambda v: 0 <= v < 1, "0 <= top < 1"),
     ("server.bottom", lambda v: 0 <= v < 1, "0 <= bottom < 1"),
     ("server.fisher_samples", lambda v: v >= 1, ">= 1"),
+    ("server.norm_bound", lambda v: v is None or v > 0, "> 0 or null"),
+    ("privacy.clip", lambda v: v is None or 0 < v < float("inf"), "> 0 or null"),
+    ("privacy.noise", lambda v: 0 <= v < float("inf"), ">= 0"),
+    ("privacy.delta", lambda v: 0 < v < 1, "0 < delta < 1"),
+    ("deploy.wait", lambda v: v >= 0, ">= 0"),
+    ("deploy.deadline", lambda v: v > 0, "> 0"),
+    ("deploy.min_fraction", lambda v: 0 < v <= 1, "0 < min_fraction <= 1"),
     ("mask.strategy", lambda v: v is None or v in STRATEGIES, " | ".join(STRATEGIES)),
     ("mask.density", lambda v: 0 < v <= 1, "0 < density <= 1 (sparsity is 1 - density)"),
     ("mask.rounds", lambda v: v >= 1, ">= 1"),
@@ -273,6 +301,12 @@ def validate(config: Config) -> Config:
         raise bad_value("federated.exclude", gone[0], f"below federated.clients, {config.federated.clients}")
     if config.server.merge == "breadcrumbs" and config.server.top + config.server.bottom >= 1:
         raise bad_value("server.bottom", config.server.bottom, f"below 1 - server.top, {1 - config.server.top:g}")
+    if config.privacy.noise and config.privacy.clip is None:
+        raise UserError("privacy.noise: noise hides an update only if its length is bounded; set privacy.clip as well")
+    if config.privacy.noise and (config.server.merge != "mean" or config.federated.algorithm not in ("fedavg", "fedprox")):
+        raise UserError("privacy.noise: its accounting holds for server.merge=mean and federated.algorithm=fedavg or fedprox only")
+    if config.privacy.noise and config.federated.client_vectors:
+        raise UserError("federated.client_vectors: keeping each client's part would undo what privacy.noise is for")
     if config.model.freeze_head and config.model.freeze_backbone:
         raise UserError("model.freeze_head: with model.freeze_backbone nothing is left to train")
     return config
@@ -386,14 +420,18 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-LATER: list[tuple[str, str, Any]] = [
-    ("mask", "without", [])
-]  # keys that came after runs were kept, and the value at which they change nothing
+LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
+    ("mask", "without", []),
+    ("server", "norm_bound", None),
+    ("privacy", "clip", None),
+    ("privacy", "noise", 0.0),
+]
+NOT_KNOWN_BY = ("run", "device", "deploy")  # sections that change nothing of the result
 
 
 def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     """What determines a run's result, of a configuration as plain mappings: all but where it runs, where its data and weights lie and how it is shown."""
-    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in ("run", "device")}
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in NOT_KNOWN_BY}
     data, model = plain.get("data") or {}, plain.get("model") or {}
     data.pop("download", None)
     if data.get("name") != "folder":  # a folder of images is known by where it is
@@ -403,6 +441,8 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, key, neutral in LATER:
         if (plain.get(section) or {}).get(key) == neutral:
             plain[section].pop(key, None)
+    if set(plain.get("privacy") or {}) <= {"delta"}:  # without noise there is nothing to account for
+        plain.pop("privacy", None)
     return plain
 
 

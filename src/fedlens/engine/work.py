@@ -3,7 +3,7 @@
 Everything is keyed by (seed, purpose, round, client): the same in every engine, in any order of clients, after any interruption.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class Engine(Protocol):
 class Offsets(Protocol):
     """Control variates: the vector that a client adds to each gradient."""
 
-    def __call__(self, client: int) -> Tensor: ...
+    def __call__(self, client: int, /) -> Tensor: ...
 
 
 def sample_cohort(seed: int, round_: int, clients: int, participation: float) -> list[int]:
@@ -93,7 +93,7 @@ def plan_round(
     seed: int,
     round_: int,
     cohort: Sequence[int],
-    shards: Sequence[Index],
+    shards: Sequence[Index] | Mapping[int, Index],
     *,
     steps: int,
     batch: int,

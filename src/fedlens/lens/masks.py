@@ -19,7 +19,8 @@ from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
 
-Scores = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> their sensitivities in the network as it is now
+Scores = Callable[[Collection[str], Mapping[str, Tensor]], Mapping[str, Tensor]]
+# (names, what is still in question: name -> bool) -> sensitivities of these names in the network as it is now: all else softened
 OnRound = Callable[[int, int], None]  # the round, from 1, and how many coordinates it kept
 
 
@@ -145,7 +146,7 @@ class Request:
         masks = self.space.views(active)
         names = [name for name, mask in masks.items() if bool(mask.any())]
         with softened(self.model, masks, self.space.views(self.eligible), self.soft):
-            found = self.score(names)
+            found = self.score(names, masks)
         for name in names:
             if name not in found or tuple(found[name].shape) != self.space.shapes[name]:
                 raise UserError(f"mask: the scores lack {name}, or have another shape than the parameter's {list(self.space.shapes[name])}")
@@ -254,7 +255,7 @@ def build_mask(
     """A mask of exactly round(density · m) of the model's m eligible coordinates, naming every parameter, on the CPU.
 
     without: kinds of weight (bitmap.KINDS) that are not chosen; m counts them all the same, so that masks with and without them are as large.
-    score(names): the sensitivities of the model as it is at the call, softened; asked by the sensitivity strategies, once a round.
+    score(names, active): the sensitivities of the model as it is at the call, softened; asked by the sensitivity strategies, once a round.
     """
     if strategy not in STRATEGIES:
         raise unknown("mask.strategy", strategy, STRATEGIES)
@@ -298,7 +299,7 @@ def calibrate_mask(
 ) -> Mask:
     """A mask calibrated on these images, in one place; labels_from, score and chunk are those of `sensitivity`."""
 
-    def scores(names: Collection[str]) -> Mapping[str, Tensor]:
+    def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return sensitivity(model, images, labels, labels_from=labels_from, score=score, seed=seed, names=names, chunk=chunk)
 
     return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like, without=without)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from fedlens.lens.task_vectors import TaskVector
 
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
+SECRET_FILE = "secret"
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
 
 
@@ -154,6 +156,14 @@ class RunFolder:
         if mask is not None:
             with disk_errors(self.path / MASK_FILE):
                 mask.save(self.path / MASK_FILE)
+
+    def secret(self) -> int:
+        """A number that only this folder knows, drawn once: what the noise of privacy.noise is keyed by."""
+        file = self.path / SECRET_FILE
+        if not file.is_file():
+            write_atomic(file, f"{secrets.randbits(63)}\n")
+            file.chmod(0o600)
+        return int(file.read_text())
 
     def keep_client_vectors(self, vectors: Mapping[int, Tensor], space: ParamSpace) -> None:
         """What each client added to the final model, as one task vector a client."""

@@ -46,7 +46,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             choice = bench.fit_ridge_head()
             ridge = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
         if cfg.mask.strategy:  # step 1
-            mask, facts = make_mask(bench, [])
+            mask, facts = make_mask(bench)
         run.keep_start(model.state_dict(), mask)
     elif saved.state["mask"]:
         mask = Mask.load(run.path / MASK_FILE)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,8 @@ from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
-from fedlens.training.setup import environment, set_up
+from fedlens.training.setup import Bench, environment, set_up
+from fedlens.training.site import Clients
 
 log = logging.getLogger("fedlens")
 
@@ -96,10 +97,11 @@ def default_folder(config: Config) -> Path:
     return Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}-{identity(config)[:6]}"
 
 
-def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None) -> Run:
+def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None, clients: Callable[[Bench], Clients] | None = None) -> Run:
     """Set up, open the run folder, train. The folder appears only when the input has proved sound.
 
     Under torchrun every process comes here; the first one has the folder.
+    `clients`: they are elsewhere, and this reaches them; None: all in this process, by data.partition.
     `watch` sees every line of metrics, as the trackers do, and may end the run by raising.
     """
     path = Path(config.run.dir) if config.run.dir else default_folder(config)
@@ -116,7 +118,7 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
     if not is_federated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"experiment: {config.experiment} is one process; torchrun is for the federated ones")
     bench = set_up(config)
-    shards = federated.make_shards(bench) if is_federated else []
+    shards = federated.make_shards(bench) if is_federated and clients is None else []
     keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
     with ExitStack() as stack:
         folder = None
@@ -130,7 +132,10 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
         stack.callback(ranks.stop)
         try:
             if is_federated:
-                federated.train(bench, shards, folder, trackers, ranks)
+                if folder and clients is None:
+                    federated.describe_partition(bench, shards, folder)
+                site = federated.simulated(bench, shards, ranks) if clients is None else clients(bench)
+                federated.train(bench, site, folder, trackers, ranks)
             else:
                 assert folder is not None
                 centralized.train(bench, folder, trackers)

@@ -18,22 +18,23 @@ from torch import Tensor
 
 from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
-from fedlens.engine import choose_engine
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import Update, plan_round, sample_cohort, survives
+from fedlens.engine.work import Update, sample_cohort, survives
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
 from fedlens.lens.merging import rule as merge_rule
 from fedlens.lens.space import ParamSpace
-from fedlens.models.heads import choose_ridge, ridge_statistics
+from fedlens.models.heads import choose_ridge
 from fedlens.optim.server import server_step
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder, write_json
 from fedlens.runs.trackers import Trackers
 from fedlens.training.algorithms import ALGORITHMS
+from fedlens.training.privacy import Privacy
 from fedlens.training.setup import Bench, learning_rate, said
-from fedlens.training.sparse import BYTES, client_fishers, make_mask, masked_space
+from fedlens.training.site import Clients, Site
+from fedlens.training.sparse import make_mask, masked_space
 
 log = logging.getLogger("fedlens")
 
@@ -57,7 +58,15 @@ def make_shards(bench: Bench) -> list[Index]:
     return shards
 
 
-def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers: Trackers, ranks: Ranks) -> dict[str, Any]:
+def simulated(bench: Bench, shards: Sequence[Index], ranks: Ranks) -> Site:
+    """Every client in this process, or in the processes of torchrun; those that never take part have no data."""
+    cfg = bench.config
+    algorithm = ALGORITHMS[cfg.federated.algorithm]
+    held = {k: shard[:0] if k in cfg.federated.exclude else shard for k, shard in enumerate(shards)}
+    return Site(bench, held, ranks, vectors=(algorithm.vectors_down, algorithm.vectors_up))
+
+
+def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Trackers, ranks: Ranks) -> dict[str, Any]:
     """`run` is the folder on the first rank and None on the others, which hold the same server state."""
     cfg, fed, model, device = bench.config, bench.config.federated, bench.model, bench.device
     started = time.monotonic()
@@ -65,14 +74,15 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
     needs_rows = cfg.server.merge != "mean"  # the mean is a running sum; other rules look at all updates side by side
     keeps_rows = needs_rows or fed.client_vectors
     needs_all = keeps_rows or fed.algorithm == "scaffold"  # on every rank
-    shards = [shard[:0] if k in fed.exclude else shard for k, shard in enumerate(shards)]
+    traffic = clients.traffic
 
     # --- where we are: at the start, or where the last sound checkpoint was written
     round_, seconds, stale, ridge, mask, facts = 0, 0.0, 0, None, None, None
     best: dict[str, Any] = {"score": None, "step": None}
     server: dict[str, Tensor] = {}
     added: dict[int, Tensor] = {}  # with federated.client_vectors: what each client has added to θ
-    counts = {"bytes_up": 0, "bytes_down": 0, "dropped": 0, "nonfinite": 0}
+    counts = {"dropped": 0, "nonfinite": 0, "refused": 0}
+    private = Privacy(cfg, ranks.tell(run.secret() if run and cfg.privacy.noise else None))
     saved = run.latest_checkpoint() if run else None
     state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
     if state is not None:
@@ -81,26 +91,31 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         added = {int(n.removeprefix("client.")): t.to(device) for n, t in tensors.items() if n.startswith("client.")}
         algorithm.load(tensors, device)
         round_, seconds, stale, ridge, facts = (state[key] for key in ("step", "seconds", "stale", "ridge", "mask"))
-        best, counts = {"score": state["best_score"], "step": state["best_step"]}, state["counts"]
+        best = {"score": state["best_score"], "step": state["best_step"]}
+        counts = {key: state["counts"].get(key, 0) for key in counts}
+        private.catch_up(round_)
         log.info("resuming at round %d of %d", round_, fed.rounds)
         mask = ranks.tell(Mask.load(run.path / MASK_FILE) if run and facts else None)
     else:
         if cfg.head == "ridge":  # step 0
-            ridge = federated_ridge_head(bench, shards)
-            counts["bytes_up"] += ridge["bytes_up"]
+            ridge = federated_ridge_head(bench, clients)
         if cfg.mask.strategy:  # step 1
-            mask, facts = ranks.tell(make_mask(bench, [shard for shard in shards if len(shard)]))
-            counts = {**counts, **{k: counts[k] + facts[k] for k in ("bytes_up", "bytes_down")}}
+            up, down = traffic.up, traffic.down
+            mask, facts = ranks.tell(make_mask(bench, clients))
+            traffic.up, traffic.down = up + facts["bytes_up"], down + facts["bytes_down"]  # also when another run has calibrated it
         if run:
             run.keep_start(model.state_dict(), mask)
     space = masked_space(bench, mask)
-    engine = choose_engine(cfg, model, space, bench.train, bench.pipeline, bench.precision)
+    down = traffic.down
+    clients.begin(space, mask)
+    if state is not None:
+        traffic.up, traffic.down = state["counts"]["bytes_up"], state["counts"]["bytes_down"]
+    elif facts is not None:
+        facts = {**facts, "bytes_down": facts["bytes_down"] + traffic.down - down}
     theta = space.read(model)  # [P]
     if run:
         run.rewind_metrics(round_)
-        if not (run.path / "partition.json").exists():
-            describe_partition(bench, shards, run)
-        log.info("%s, %s engine, %d clients, %s trainable parameters", fed.algorithm, engine.name, fed.clients, f"{space.size:,}")
+        log.info("%s, %s engine, %d clients, %s trainable parameters", fed.algorithm, clients.name, fed.clients, f"{space.size:,}")
 
     def save(score: float | None = None) -> None:
         if run is None:
@@ -112,7 +127,7 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
             "mask": facts,
             "best_score": best["score"],
             "best_step": best["step"],
-            "counts": counts,
+            "counts": {**counts, "bytes_up": traffic.up, "bytes_down": traffic.down},
         }
         space.write(model, theta)
         kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}
@@ -130,52 +145,47 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
             cohort = [c for c in cohort if c not in fed.exclude]
             present = [c for c in cohort if survives(cfg.seed, round_, c, fed.dropout_rate)]
             counts["dropped"] += len(cohort) - len(present)
-            counts["bytes_down"] += len(cohort) * algorithm.vectors_down * BYTES * space.size
-            counts["bytes_up"] += len(present) * (algorithm.vectors_up + (cfg.server.merge == "fisher")) * BYTES * space.size
 
             # --- local training; each update is looked at, counted and added as it arrives
-            sums, arrived, details, nonfinite = RoundSums(), [], [], 0
-            if present:
-                work = plan_round(
-                    cfg.seed,
-                    round_,
-                    present,
-                    shards,
-                    steps=fed.local_steps,
-                    batch=cfg.optim.batch_size,
-                    augment=bench.augment,
-                    straggler_rate=fed.straggler_rate,
-                    dropout=cfg.model.dropout,
-                    features=model.head.in_features,  # type: ignore[arg-type, union-attr]
-                )
-                updates = engine.updates(theta, ranks.part(work), algorithm.rule(lr), algorithm.offsets(theta))
-                if needs_all:
-                    updates = iter(ranks.all_updates([_own(u) for u in updates], space.size, len(work)))
-                for update in updates:
-                    norm, loss = float(torch.linalg.vector_norm(update.delta)), float(update.loss)
-                    if not (np.isfinite(norm) and np.isfinite(loss)):
-                        nonfinite += 1
-                        log.warning("round %d: the update of client %d is not finite and was dropped", round_ + 1, update.client)
-                        continue
-                    algorithm.received(update, lr)
-                    scale = algorithm.scale(update)
-                    delta = update.delta if scale == 1.0 else update.delta * scale
-                    sums.add(delta, norm * scale, float(update.samples), loss)
-                    kept = delta if keeps_rows else None  # in memory of its own: see needs_all
-                    arrived.append(Arrived(update.client, update.samples, update.steps, kept))
-                    details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
+            sums, arrived, details, nonfinite, refused = RoundSums(), [], [], 0, 0
+            private.sampled(cohort)
+            counts["refused"], traffic.refused = counts["refused"] + traffic.refused, 0
+            updates = clients.updates(round_, cohort, present, theta, algorithm.rule(lr), algorithm.offsets(theta))
+            if needs_all:
+                updates = iter(ranks.all_updates([_own(u) for u in updates], space.size, max(1, len(present))))
+            for update in updates:
+                norm, loss = float(torch.linalg.vector_norm(update.delta)), float(update.loss)
+                if not (np.isfinite(norm) and np.isfinite(loss)):
+                    nonfinite += 1
+                    log.warning("round %d: the update of client %d is not finite and was dropped", round_ + 1, update.client)
+                    continue
+                if cfg.server.norm_bound is not None and norm > cfg.server.norm_bound:
+                    refused += 1
+                    told = (round_ + 1, update.client, norm, cfg.server.norm_bound)
+                    log.warning("round %d: the update of client %d has norm %.4g, server.norm_bound is %.4g; refused", *told)
+                    continue
+                algorithm.received(update, lr)
+                scale = algorithm.scale(update) * private.factor(norm)
+                delta = update.delta if scale == 1.0 else update.delta * scale
+                sums.add(delta, norm * scale, private.weight(update.samples), loss)
+                kept = delta if keeps_rows else None  # in memory of its own: see needs_all
+                arrived.append(Arrived(update.client, update.samples, update.steps, kept))
+                details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
             algorithm.end_round()
             if not needs_all:
                 sums, arrived, nonfinite = ranks.all_sums(sums, space.size), ranks.joined(arrived), sum(ranks.joined([nonfinite]))
-                details = ranks.joined(details)
+                details, refused = ranks.joined(details), sum(ranks.joined([refused]))
+            refused += traffic.refused
+            counts["dropped"] += max(0, len(present) - len(arrived) - nonfinite - refused)  # of a deployment: those who did not answer
             counts["nonfinite"] += nonfinite
+            counts["refused"], traffic.refused = counts["refused"] + refused, 0
 
             # --- d = merge(Δ); θ ← server_step(θ, d)
             moved = 0.0
             if sums.count:
-                d = merge(bench, space, theta, shards, arrived, round_) if needs_rows else sums.mean()
+                d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
                 rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
-                d = d * rescale
+                d = private.noised(d * rescale, sums.count, round_)
                 if fed.client_vectors:
                     for a in arrived:
                         share = cfg.server.lr * rescale * a.samples / sums.weight
@@ -188,7 +198,8 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
 
             # --- what there is to say; validation every few rounds and at the end
             line: dict[str, Any] = {"step": round_, "round": round_, "lr": lr, **sums.metrics(), "update_norm": moved}
-            line |= {"clients": sums.count, "nonfinite": nonfinite, **{k: counts[k] for k in ("bytes_up", "bytes_down")}}
+            line |= private.spent()
+            line |= {"clients": sums.count, "nonfinite": nonfinite, "bytes_up": traffic.up, "bytes_down": traffic.down}
             if fed.client_metrics:
                 line["client_metrics"] = details
             score = None
@@ -227,7 +238,10 @@ def train(bench: Bench, shards: Sequence[Index], run: RunFolder | None, trackers
         "rounds": round_,
         "best_round": best["step"],
         **counts,
-        "engine": engine.name,
+        "bytes_up": traffic.up,
+        "bytes_down": traffic.down,
+        **private.spent(),
+        "engine": clients.name,
         "ranks": ranks.world,
         **bench.description(space),
         "ridge": ridge,
@@ -253,9 +267,9 @@ class Arrived:
     delta: Any
 
 
-def merge(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index], arrived: Sequence[Arrived], round_: int) -> Tensor:
+def merge(bench: Bench, clients: Clients, space: ParamSpace, theta: Tensor, arrived: Sequence[Arrived], round_: int) -> Tensor:
     """d = merge(Δ) by the rule that server.merge names, with what each rule may want to know."""
-    c, clients = bench.config.server, [a.client for a in arrived]
+    c, who = bench.config.server, [a.client for a in arrived]
     return merge_rule(c.merge)(
         torch.stack([a.delta for a in arrived]),
         torch.tensor([float(a.samples) for a in arrived]),
@@ -265,11 +279,11 @@ def merge(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index
         drop=c.drop,
         seed=bench.config.seed,
         round=round_,
-        clients=clients,
+        clients=who,
         top=c.top,
         bottom=c.bottom,
         sizes=space.active_sizes(),
-        fishers=client_fishers(bench, space, theta, shards, clients) if c.merge == "fisher" else None,
+        fishers=clients.fishers(who, theta) if c.merge == "fisher" else None,
     )
 
 
@@ -298,32 +312,31 @@ def evaluate(
     return best, stale + 1, score
 
 
-def federated_ridge_head(bench: Bench, shards: Sequence[Index]) -> dict[str, Any]:
+def federated_ridge_head(bench: Bench, clients: Clients) -> dict[str, Any]:
     """Step 0: each client sends its sums, the server adds and solves; λ and temperature from validation.
 
-    The sums are additive, so this is the centralised head whatever the split. A is symmetric: a client sends its upper triangle.
+    The sums are additive, so this is the centralised head whatever the split.
     """
-    features, classes = bench.features(bench.train), bench.dataset.num_classes
     A = b = None
-    clients = [shard for shard in shards if len(shard)]
-    for shard in clients:
-        where = torch.from_numpy(np.ascontiguousarray(shard)).to(bench.device)
-        a_k, b_k = ridge_statistics(features[where], bench.train.labels[where], classes)
+    before = clients.traffic.up
+    for a_k, b_k in clients.ridge_sums():
         A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
     assert A is not None and b is not None
     choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
     bench.set_head(choice)
-    dim = features.shape[1] + 1
     return {
         "lambda": choice.lam,
         "temperature": choice.temperature,
         "val_accuracy": choice.val_accuracy,
-        "bytes_up": len(clients) * 8 * (dim * (dim + 1) // 2 + dim * classes),
+        "bytes_up": clients.traffic.up - before,
     }
 
 
 def describe_partition(bench: Bench, shards: Sequence[Index], run: RunFolder) -> None:
     """partition.json: statistics, and up to 100 clients' label counts for the figure."""
+    if (run.path / "partition.json").exists():
+        return
+    shards = [shard[:0] if k in bench.config.federated.exclude else shard for k, shard in enumerate(shards)]
     labels = bench.dataset.train.labels
     shown = label_counts(labels, shards)[:100].tolist()
     write_json(run.path / "partition.json", {**partition_stats(labels, shards).as_dict(), "label_counts": shown}, compact=True)

@@ -95,14 +95,14 @@ class Bench:
             "device": str(self.device),
         }
 
-    def features(self, bank: ImageBank) -> Tensor:
-        """[samples, dim] backbone features in eval mode, float32."""
+    def features(self, bank: ImageBank, index: Tensor | None = None) -> Tensor:
+        """[samples, dim] backbone features in eval mode, float32; `index`: of these samples only."""
         backbone = getattr(self.model, "features", None)
         if backbone is None:
             raise UserError(f"head: ridge needs a model with features(images); {self.config.model.name} has none")
         data = split_digest(bank.split)
-        if data is None:
-            return self._features(backbone, bank)
+        if data is None or index is not None:
+            return self._features(backbone, bank, index)
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("head.")}
         key = digest(
             weights, data, self.pipeline, self.precision, self.config.train.eval_batch_size, torch.get_num_threads(), str(self.device)
@@ -110,14 +110,14 @@ class Bench:
         form = Form(_write_features, lambda folder: _read_features(folder, self.device))
         return remembered(key, lambda: self._features(backbone, bank), form)
 
-    def _features(self, backbone: Callable[[Tensor], Tensor], bank: ImageBank) -> Tensor:
+    def _features(self, backbone: Callable[[Tensor], Tensor], bank: ImageBank, index: Tensor | None = None) -> Tensor:
         was_training = self.model.training
         self.model.eval()
         found = []
         with torch.inference_mode():
-            for index in torch.split(torch.arange(len(bank)), self.config.train.eval_batch_size):
+            for part in torch.split(torch.arange(len(bank)) if index is None else index, self.config.train.eval_batch_size):
                 with self.precision.autocast():
-                    found.append(backbone(self.pipeline(bank.images(index))).float())
+                    found.append(backbone(self.pipeline(bank.images(part))).float())
         self.model.train(was_training)
         return torch.cat(found).clone()
 

@@ -8,10 +8,10 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index
-from fedlens.lens.masks import STRATEGIES, Mask, build_mask, eligible, of_kinds
+from fedlens.lens.masks import STRATEGIES, Mask, build_mask
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
 from fedlens.training.setup import Bench
 from fedlens.training.shared import Form, digest, remembered, split_digest
+
+if TYPE_CHECKING:
+    from fedlens.training.site import Clients
 
 log = logging.getLogger("fedlens")
 BYTES = 4  # a number on the wire is float32
@@ -69,13 +72,12 @@ def some_samples(shard: Index, samples: int | None) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(shard))[evenly(len(shard), samples)]
 
 
-def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
+def make_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
     """`calibrated_mask`, or what it gave before for the same model, data and configuration: runs that differ in their rate share it."""
-    data = split_digest((bench.train if bench.config.mask.scope == "federated" else bench.val).split)
-    if data is None or bench.config.mask.path is not None:
-        return calibrated_mask(bench, shards)
-    held = [digest(torch.from_numpy(np.ascontiguousarray(shard))) for shard in shards]
     c = bench.config.mask
+    held = clients.fingerprint() if c.scope == "federated" and clients is not None else split_digest(bench.val.split)
+    if held is None or c.path is not None:
+        return calibrated_mask(bench, clients)
     like = None if c.like is None else digest(Mask.load(c.like).vector)
     settings = (
         c,
@@ -87,7 +89,7 @@ def make_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, An
         torch.get_num_threads(),
         str(bench.device),
     )
-    return remembered(digest(bench.model.state_dict(), data, held, *settings), lambda: calibrated_mask(bench, shards), MASKS)
+    return remembered(digest(bench.model.state_dict(), held, *settings), lambda: calibrated_mask(bench, clients), MASKS)
 
 
 def _source(rule: Callable[..., Any]) -> str:
@@ -111,44 +113,29 @@ def _read_mask(folder: Path) -> tuple[Mask, dict[str, Any]]:
 MASKS = Form(_write_mask, _read_mask)
 
 
-def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[str, Any]]:
-    """The mask that the configuration asks for, and what there is to say about it, the bytes that it cost included.
+def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
+    """The mask that the configuration asks for, and what there is to say about it, the bytes that its calibration cost included.
 
-    scope central: scores on the validation set. scope federated: every client scores on its own shard, the server adds.
+    scope central: scores on the validation set. scope federated: every client scores on its own data, the server adds.
     """
-    c, began = bench.config.mask, time.monotonic()
-    bytes_up = bytes_down = asked = 0
+    c, began, asked = bench.config.mask, time.monotonic(), 0
+    federated = c.scope == "federated" and clients is not None
+    before = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
     if c.path is not None:
         mask = Mask.load(c.path)
     else:
-        federated = c.scope == "federated"
-        score = Scorer(bench, bench.train if federated else bench.val)
-        if federated:
-            parts = [some_samples(shard, c.samples) for shard in shards]
-        else:
-            parts = [evenly(len(bench.val), c.samples)]
-        allowed = eligible(bench.model)
-        space = ParamSpace({name: mask.shape for name, mask in allowed.items()})
-        in_question = int((space.flatten(allowed) & ~of_kinds(space, c.without)).sum())
 
-        def scores(names: Collection[str]) -> Mapping[str, Tensor]:
-            nonlocal bytes_up, asked
+        def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            nonlocal asked
             asked += 1
-            total = score(parts[0], names)
-            for part in parts[1:]:
-                total = {name: f + total[name] for name, f in score(part, names).items()}
-            if federated:
-                bytes_up += len(parts) * BYTES * in_question
+            if not federated:
+                return Scorer(bench, bench.val)(evenly(len(bench.val), c.samples), names)
+            assert clients is not None
+            total: dict[str, Tensor] = {}
+            for found in clients.sensitivities(names, active):
+                total = {name: f + total[name] for name, f in found.items()} if total else found
             return total
 
-        def on_round(round_: int, kept: int) -> None:
-            nonlocal in_question, bytes_down
-            in_question = kept
-            log.info("mask: round %d keeps %s coordinates", round_, f"{kept:,}")
-            if federated:
-                bytes_down += len(parts) * (-(-sum(p.numel() for p in bench.model.parameters()) // 8))
-
-        like = None if c.like is None else Mask.load(c.like)
         mask = build_mask(
             bench.model,
             str(c.strategy),
@@ -157,12 +144,11 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
             soft=c.soft,
             seed=bench.config.seed,
             score=scores,
-            like=like,
-            on_round=on_round,
+            like=None if c.like is None else Mask.load(c.like),
+            on_round=lambda r, kept: log.info("mask: round %d keeps %s coordinates", r, f"{kept:,}"),
             without=c.without,
         )
-    if shards and bytes_down == 0:
-        bytes_down = len(shards) * mask.bitmap_bytes  # once to every client; a federated calibration has sent it already
+    after = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
     seconds = time.monotonic() - began
     log.info("mask: %s, %s of %s coordinates (%.1f s)", c.path or c.strategy, f"{mask.active:,}", f"{mask.eligible_count:,}", seconds)
     facts = {
@@ -175,8 +161,8 @@ def calibrated_mask(bench: Bench, shards: Sequence[Index]) -> tuple[Mask, dict[s
         "eligible": mask.eligible_count,
         "scorings": asked,
         "seconds": seconds,
-        "bytes_up": bytes_up,
-        "bytes_down": bytes_down,
+        "bytes_up": after[0] - before[0],
+        "bytes_down": after[1] - before[1],
         "composition": mask.composition(),
         "by_layer": mask.by_layer(),
     }
@@ -202,10 +188,3 @@ def masked_space(bench: Bench, mask: Mask | None) -> ParamSpace:
 def _kind(name: str) -> str:
     """blocks.3.norm1.bias -> blocks.*.norm1.bias"""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def client_fishers(bench: Bench, space: ParamSpace, theta: Tensor, shards: Sequence[Index], clients: Sequence[int]) -> Tensor:
-    """Each client's sensitivities at θ on its own data, for Fisher merging: [clients, P]."""
-    space.write(bench.model, theta)
-    score, samples = Scorer(bench, bench.train), bench.config.server.fisher_samples
-    return torch.stack([space.compact(space.flatten(score(some_samples(shards[k], samples), list(space.shapes)))) for k in clients])

@@ -1,0 +1,176 @@
+"""Flower's two apps. All that is Flower's is here: messages, nodes, contexts. Simulation and deployment runtime see the same apps.
+
+A message carries facts (JSON) and tensors (safetensors bytes, as one uint8 array); its type names the operation.
+"""
+
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedlens.config import compose
+from fedlens.engine.flower.federation import Federation
+from fedlens.engine.flower.node import OPERATIONS, Place, answer
+from fedlens.engine.flower.wire import Parcel, Refused
+from fedlens.errors import UserError, first_line
+from fedlens.training.execute import execute
+
+POLL = 0.5  # seconds between looks for answers
+FACTS, TENSORS, MEMORY = "facts", "tensors", "memory"
+log = logging.getLogger("fedlens")
+
+
+def to_record(parcel: Parcel) -> RecordDict:
+    found = RecordDict({FACTS: ConfigRecord({FACTS: parcel.told})})
+    if parcel.tensors:
+        found[TENSORS] = ArrayRecord({TENSORS: _array(parcel.tensors)})
+    return found
+
+
+def from_record(record: RecordDict) -> Parcel:
+    """A message's content as a parcel; anything of another form is refused."""
+    facts = record.get(FACTS)
+    told = facts.get(FACTS) if isinstance(facts, ConfigRecord) else None
+    tensors = record.get(TENSORS)
+    if tensors is None:
+        return Parcel.read(told, b"")
+    array = tensors.get(TENSORS) if isinstance(tensors, ArrayRecord) else None
+    return Parcel.read(told, array.data if array is not None else None)
+
+
+def _array(data: bytes) -> Array:
+    return Array("uint8", (len(data),), "safetensors", data)
+
+
+class GridCourier:
+    """The sites that a Flower grid knows."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def sites(self) -> Collection[int]:
+        return list(self.grid.get_node_ids())
+
+    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
+        if not parcels:
+            return {}
+        sites = sorted(parcels)
+        kind = "query" if operation == "hello" else "train"
+        messages = [Message(to_record(parcels[site]), dst_node_id=site, message_type=f"{kind}.{operation}", ttl=deadline) for site in sites]
+        until = time.monotonic() + deadline
+        sent = {message_id: site for message_id, site in zip(self.grid.push_messages(messages), sites, strict=True) if message_id}
+        found: dict[int, Parcel | str] = {}
+        waiting = set(sent)
+        while waiting and time.monotonic() < until:
+            for reply in self.grid.pull_messages(sorted(waiting)):
+                asked = reply.metadata.reply_to_message_id  # an error's source is not the site that it is about
+                if asked not in waiting:
+                    continue
+                waiting.discard(asked)
+                found[sent[asked]] = _read(reply)
+            if waiting:
+                time.sleep(POLL)
+        return found
+
+
+def _read(reply: Message) -> Parcel | str:
+    if reply.has_error():
+        return f"Flower says {first_line(Exception(reply.error.reason or reply.error.code))}"
+    try:
+        return from_record(reply.content)
+    except Refused as why:
+        return str(why)
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+server_app = ServerApp()
+
+
+@server_app.main()  # type: ignore[untyped-decorator]
+def serve(grid: Grid, context: Context) -> None:
+    """A run whose clients are the grid's nodes; if its folder holds one already, it goes on from the last checkpoint."""
+    _log_to_screen()
+    given = context.run_config
+    try:
+        config = compose(shlex.split(str(given.get("overrides", ""))))
+        config.run.if_exists, config.run.progress = "resume", False
+        config.run.dir = config.run.dir or str(given.get("run-dir") or Path.cwd() / "run")
+        run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    log.info("finished: %s", run.path)
+
+
+def _log_to_screen() -> None:
+    if not any(type(handler) is logging.StreamHandler for handler in log.handlers):
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+# --- a site ----------------------------------------------------------------------------------------------------------
+
+client_app = ClientApp()
+
+
+class Memory(MutableMapping[str, bytes]):
+    """What a site keeps between messages: Flower's own state of a node, which lives as long as its SuperNode."""
+
+    def __init__(self, state: RecordDict) -> None:
+        self.state = state
+
+    def _name(self, key: str) -> str:
+        return f"{MEMORY}.{key}"
+
+    def __getitem__(self, key: str) -> bytes:
+        record = self.state[self._name(key)]
+        assert isinstance(record, ArrayRecord)
+        return bytes(record[key].data)
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        self.state[self._name(key)] = ArrayRecord({key: _array(value)})
+
+    def __delitem__(self, key: str) -> None:
+        del self.state[self._name(key)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(f"{MEMORY}.") for name in self.state if name.startswith(f"{MEMORY}."))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def place_of(context: Context) -> Place:
+    """Flower's partition-id and num-partitions, as its simulation sets them; `own-data` and `overrides` are a site's own."""
+    known = context.node_config
+    try:
+        number, of = int(known["partition-id"]), int(known["num-partitions"])
+    except (KeyError, ValueError, TypeError):
+        raise UserError("--node-config: a site needs partition-id and num-partitions, whole numbers") from None
+    if not 0 <= number < of:
+        raise UserError(f"--node-config: partition-id={number} given, allowed is 0 to {of - 1}")
+    return Place(number, of, bool(known.get("own-data", False)), tuple(shlex.split(str(known.get("overrides", "")))))
+
+
+def _answering(operation: str) -> Callable[[Message, Context], Message]:
+    def reply(message: Message, context: Context) -> Message:
+        try:
+            found = answer(operation, from_record(message.content), place_of(context), Memory(context.state))
+        except (Refused, UserError) as error:
+            found = Parcel({"error": first_line(error)})
+        return Message(to_record(found), reply_to=message)
+
+    return reply
+
+
+for _operation in OPERATIONS:
+    (client_app.query if _operation == "hello" else client_app.train)(_operation)(_answering(_operation))

@@ -1,0 +1,332 @@
+"""The server's side of the conversation: clients on other machines as the loop of training/federated.py sees them. Knows nothing of Flower.
+
+Who has which client is asked of every site that shows up. A site that does not answer in time, or with something else than was asked for, is left out of
+the round and the others count; results are put in client order before anything is added.
+"""
+
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedlens.config import Config, RunConfig, to_yaml
+from fedlens.engine.flower.node import SETUP, backbone_digest, head_shapes, whole_space
+from fedlens.engine.flower.wire import Expected, Parcel, Refused, from_upper, to_bits
+from fedlens.engine.work import Offsets, Update
+from fedlens.errors import UserError
+from fedlens.lens.masks import Mask
+from fedlens.lens.space import ParamSpace
+from fedlens.optim.sgd import LocalRule
+from fedlens.training.setup import Bench
+from fedlens.training.site import Traffic
+
+log = logging.getLogger("fedlens")
+ATTEMPTS = 3  # at a round that too few have answered
+
+
+class Courier(Protocol):
+    """What a network has to offer."""
+
+    def sites(self) -> Collection[int]:
+        """Numbers of the sites that are connected now."""
+        ...
+
+    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
+        """Each site's answer, or in one line why there is none; all within `deadline` seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client, where it is and how much it has."""
+
+    site: int
+    samples: int
+
+
+class Federation:
+    """Clients behind a courier: see `Clients` in training/site.py for what each method is."""
+
+    name = "flower"
+
+    def __init__(self, bench: Bench, courier: Courier) -> None:
+        self.bench, self.courier, self.traffic = bench, courier, Traffic()
+        self.config = bench.config.deploy
+        self.members: dict[int, Member] = {}
+        self._text = _shown(bench.config)
+        self._backbone = backbone_digest(bench)
+        self._greeted: set[int] = set()
+        self._space: ParamSpace | None = None
+        self._setup: dict[str, Tensor] = {}
+        self._digest = ""
+        self._ready: set[int] = set()  # sites that have head and mask
+
+    # --- who is there ------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Until every client is there, or `deploy.wait` seconds are over and enough are."""
+        wanted = [k for k in range(self.bench.config.federated.clients) if k not in self.bench.config.federated.exclude]
+        until, told = time.monotonic() + self.config.wait, -1
+        while True:
+            self.roll_call()
+            here = sum(k in self.members for k in wanted)
+            if here != told:
+                log.info("%d of %d clients are there, at %d sites", here, len(wanted), len({m.site for m in self.members.values()}))
+            told = here
+            if here == len(wanted):
+                return
+            if time.monotonic() >= until:
+                break
+            time.sleep(1.0)
+        if here == 0 or here < self.config.min_fraction * len(wanted):
+            raise UserError(f"deploy.wait: {here} of {len(wanted)} clients after {self.config.wait:g} s; deploy.min_fraction asks for more")
+        log.warning("going on without %s", _listed([k for k in wanted if k not in self.members]))
+
+    def roll_call(self) -> None:
+        """Greet the sites that are new, forget those that are gone."""
+        now = set(self.courier.sites())
+        for site in self._greeted - now:
+            self._forget(site, "is gone")
+        new = sorted(now - self._greeted)
+        if not new:
+            return
+        for site, found in self._ask("hello", {site: {} for site in new}).items():
+            if isinstance(found, str):
+                log.warning("site %s is left out: %s", site, found)
+                continue
+            try:
+                self._enter(site, found)
+            except Refused as why:
+                log.warning("site %s is left out: %s", site, why)
+
+    def _enter(self, site: int, found: Parcel) -> None:
+        facts = found.facts
+        clients, samples = facts.get("clients"), facts.get("samples")
+        if not _numbers(clients) or not _numbers(samples) or len(clients) != len(samples) or min(samples, default=1) < 1:  # type: ignore[arg-type]
+            raise Refused("it does not say which clients it has and how much data they hold")
+        if facts.get("backbone") != self._backbone:
+            raise Refused("its pretrained weights are others than the server's")
+        if facts.get("classes") != self.bench.dataset.num_classes:
+            raise Refused(f"its data has {facts.get('classes')} classes, the server's {self.bench.dataset.num_classes}")
+        self._greeted.add(site)
+        for client, count in zip(clients, samples, strict=True):  # type: ignore[arg-type]
+            if client >= self.bench.config.federated.clients:
+                log.warning("site %s has a client %d, but federated.clients is %d", site, client, self.bench.config.federated.clients)
+            elif client in self.members and self.members[client].site != site:
+                log.warning("client %d is claimed by site %s too; it stays with site %s", client, site, self.members[client].site)
+            else:
+                self.members[client] = Member(site, count)
+
+    def _forget(self, site: int, why: str) -> None:
+        gone = [k for k, m in self.members.items() if m.site == site]
+        log.warning("site %s %s, and with it %s", site, why, _listed(gone))
+        self._greeted.discard(site)
+        self._ready.discard(site)
+        for k in gone:
+            del self.members[k]
+
+    def fingerprint(self) -> str | None:
+        return None
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, operation: str, facts: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> dict[int, Parcel | str]:
+        parcels = {
+            site: Parcel.of({"config": self._text, **own}, tensors[site] if tensors is not None else None) for site, own in facts.items()
+        }
+        self.traffic.down += sum(parcel.size for parcel in parcels.values())
+        replies = self.courier.ask(operation, parcels, self.config.deadline)
+        found: dict[int, Parcel | str] = {}
+        for site in facts:
+            reply = replies.get(site, "no answer within deploy.deadline")
+            if isinstance(reply, Parcel):
+                self.traffic.up += reply.size
+                if "error" in reply.facts:
+                    reply = str(reply.facts["error"])[:300]
+            found[site] = reply
+        return found
+
+    def _homes(self, clients: Sequence[int]) -> dict[int, list[int]]:
+        """site -> those of the clients that are there."""
+        homes: dict[int, list[int]] = {}
+        for k in sorted(clients):
+            if k in self.members:
+                homes.setdefault(self.members[k].site, []).append(k)
+        return homes
+
+    def _collect(self, operation: str, clients: Sequence[int], ask: "Question", what: str) -> dict[int, dict[str, Tensor]]:
+        """client -> its row of each tensor that the question expects; asked again of those who are missing while too few have answered."""
+        rows: dict[int, dict[str, Tensor]] = {}
+        for attempt in range(1, ATTEMPTS + 1):
+            missing = [k for k in clients if k not in rows]
+            self.roll_call()
+            homes = self._homes(missing)
+            replies = self._ask(
+                operation, {s: ask.facts(s, own) for s, own in homes.items()}, {s: ask.tensors(s, own) for s, own in homes.items()}
+            )
+            lacking = {
+                site: homes[site] for site, reply in replies.items() if isinstance(reply, Parcel) and reply.facts.get("lacks") == SETUP
+            }
+            if lacking:  # a site that was started anew
+                self._ready -= set(lacking)
+                again = {s: ask.facts(s, own) for s, own in lacking.items()}
+                replies |= self._ask(operation, again, {s: ask.tensors(s, own) for s, own in lacking.items()})
+            for site, reply in replies.items():
+                own = homes[site]
+                try:
+                    if isinstance(reply, str):
+                        raise Refused(reply)
+                    found = reply.unpack(ask.expected(len(own)))
+                except Refused as why:
+                    self.traffic.refused += len(own) * isinstance(reply, Parcel)
+                    log.warning("%s: nothing from site %s (%s): %s", what, site, _listed(own), why)
+                    self._ready.discard(site)
+                    continue
+                self._ready.add(site)
+                for i, k in enumerate(own):
+                    rows[k] = {name: tensor[i] for name, tensor in found.items()}
+            if len(rows) >= max(1, self.config.min_fraction * len(clients)):
+                return {k: rows[k] for k in sorted(rows)}
+            log.warning("%s: %d of %d clients have answered (attempt %d of %d)", what, len(rows), len(clients), attempt, ATTEMPTS)
+            time.sleep(min(5.0, self.config.deadline) if attempt < ATTEMPTS else 0.0)
+        raise UserError(
+            f"{what}: {len(rows)} of {len(clients)} clients have answered, deploy.min_fraction={self.config.min_fraction:g} asks for more; "
+            "the rounds before are kept, the same command goes on from there"
+        )
+
+    def _everyone(self) -> list[int]:
+        if not self.members:
+            self.gather()
+        return sorted(self.members)
+
+    # --- what the loop asks ------------------------------------------------------------------------------------------
+
+    def ridge_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        dim, classes = self.bench.model.head.in_features + 1, self.bench.dataset.num_classes  # type: ignore[union-attr, operator]
+        assert isinstance(dim, int)
+        expected = {"A": (torch.float64, (dim * (dim + 1) // 2,)), "b": (torch.float64, (dim, classes))}
+        for found in self._collect("ridge", self._everyone(), Question(self, expected), "ridge head").values():
+            if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+                self.traffic.refused += 1
+                log.warning("ridge head: sums that are not finite were left out")
+                continue
+            yield from_upper(found["A"], dim).to(self.bench.device), found["b"].to(self.bench.device)
+
+    def sensitivities(self, names: Collection[str], active: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        space = whole_space(self.bench)
+        inside = space.flatten(active).cpu()
+        views, count = space.views(inside), int(inside.sum())
+        question = Question(self, {"sums": (torch.float32, (count,))}, {"active": to_bits(inside), **self._head()})
+        for client, found in self._collect("sensitivity", self._everyone(), question, "mask calibration").items():
+            sums = found["sums"]
+            if not bool(sums.isfinite().all()) or bool((sums < 0).any()):
+                self.traffic.refused += 1
+                log.warning("mask calibration: sums of client %d that are negative or not finite were left out", client)
+                continue
+            whole = torch.zeros(space.size)
+            whole[inside] = sums
+            yield {name: view.to(self.bench.device) for name, view in space.views(whole).items() if name in names and name in views}
+
+    def _head(self) -> dict[str, Tensor]:
+        return {f"head.{name}": param.detach() for name, param in self.bench.model.head.named_parameters()}  # type: ignore[union-attr]
+
+    def begin(self, space: ParamSpace, mask: Mask | None) -> None:
+        self._space = space
+        kept = self._head()
+        assert set(kept) == set(head_shapes(self.bench))
+        if mask is not None:
+            kept["mask"] = to_bits(whole_space(self.bench).flatten(mask.as_dict()))
+        self._setup = kept
+        self._digest = hashlib.sha256(Parcel.of({}, kept).tensors).hexdigest()
+        self._ready.clear()
+        self._everyone()
+
+    def _question(self, expected: Expected, theta: Tensor, facts: Mapping[str, Any] | None = None) -> "Question":
+        known = {SETUP: self._digest, "size": len(theta), **(facts or {})}
+        return Question(self, expected, {"theta": theta}, known, self._setup)
+
+    def updates(
+        self, round_: int, cohort: Sequence[int], present: Sequence[int], theta: Tensor, rule: LocalRule, offsets: Offsets | None
+    ) -> Iterator[Update]:
+        if not present:
+            return
+        size, steps = len(theta), self.bench.config.federated.local_steps
+        expected: Expected = {"deltas": (torch.float32, (size,)), "notes": (torch.float64, (4,))}
+        question = self._question(expected, theta, {"round": round_, "lr": rule.lr})
+        question.offsets = offsets
+        for client, found in self._collect("update", present, question, f"round {round_ + 1}").items():
+            told, samples, done, loss = found["notes"].tolist()
+            if told != client or samples != self.members[client].samples or not (done == int(done) and 1 <= done <= steps):
+                self.traffic.refused += 1
+                log.warning(
+                    "round %d: client %d says that it is %g with %g samples and %g steps; refused", round_ + 1, client, told, samples, done
+                )
+                continue
+            yield Update(client, int(samples), int(done), found["deltas"].to(theta.device), torch.tensor(loss))
+
+    def fishers(self, clients: Sequence[int], theta: Tensor) -> Tensor:
+        found = self._collect("fisher", clients, self._question({"fishers": (torch.float32, (len(theta),))}, theta), "Fisher merging")
+        zero = torch.zeros(len(theta))
+        rows = [found[k]["fishers"] if k in found and bool(found[k]["fishers"].isfinite().all()) else zero for k in clients]
+        return torch.stack(rows).to(theta.device)
+
+
+class Question:
+    """What is asked of each site, and the row of a client that it expects back."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        rows: Expected,
+        tensors: Mapping[str, Tensor] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        setup: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._federation, self._rows, self._tensors, self._facts, self._setup = federation, rows, tensors or {}, facts or {}, setup
+        self.offsets: Offsets | None = None
+
+    def _first(self, site: int) -> bool:
+        return self._setup is not None and site not in self._federation._ready
+
+    def facts(self, site: int, clients: Sequence[int]) -> dict[str, Any]:
+        return {**self._facts, "clients": list(clients), "sent": self._first(site), "offsets": self.offsets is not None}
+
+    def tensors(self, site: int, clients: Sequence[int]) -> dict[str, Tensor]:
+        found = dict(self._tensors)
+        if self.offsets is not None:
+            found["offsets"] = torch.stack([self.offsets(k).cpu() for k in clients])
+        return found | (dict(self._setup) if self._first(site) and self._setup else {})
+
+    def expected(self, clients: int) -> Expected:
+        return {name: (dtype, (clients, *shape)) for name, (dtype, shape) in self._rows.items()}
+
+
+def _shown(config: Config) -> str:
+    """What sites are told: all but where things lie on the server."""
+    told = copy.deepcopy(config)
+    told.run, told.data.root, told.device = RunConfig(), None, "auto"
+    told.mask.path = told.mask.like = None
+    if told.model.weights is not None:
+        told.model.weights = Path(told.model.weights).name
+    return to_yaml(told)
+
+
+def _numbers(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in given)
+
+
+def _listed(clients: Sequence[int]) -> str:
+    shown = ", ".join(map(str, clients[:10])) + (", …" if len(clients) > 10 else "")
+    return f"client {shown}" if len(clients) == 1 else f"clients {shown or 'none'}"
+
+
+__all__ = ["Courier", "Federation"]

@@ -1,0 +1,266 @@
+"""A site's side of the conversation: what a SuperNode answers. Knows nothing of Flower; apps.py hands it parcels.
+
+A site computes with the same code as the simulation: `Site` in training/site.py, for the clients whose data is here. It takes from the
+server how to train, and from its own machine where data, weights and device are: those keys in a server's configuration are not looked at.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from fedlens import __version__
+from fedlens.config import Config, to_config
+from fedlens.data.partition import Index
+from fedlens.engine.flower.wire import Parcel, Refused, from_bits, to_bits, upper
+from fedlens.errors import UserError, first_line
+from fedlens.lens.masks import Mask, eligible, of_kinds, softened
+from fedlens.lens.space import ParamSpace
+from fedlens.training.algorithms import ALGORITHMS
+from fedlens.training.federated import make_shards
+from fedlens.training.setup import Bench, set_up
+from fedlens.training.shared import digest
+from fedlens.training.site import Site
+from fedlens.training.sparse import masked_space
+
+OWN = ("device", "data.name", "data.root", "data.val_fraction", "model.weights", "train.compile", "train.precision")  # a site's to say
+SETUP = "setup"  # what a site keeps between messages: the frozen head and the mask
+Memory = MutableMapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which site this is. `own`: all its training data belongs to client `number`; else it holds the clients number, number + of, …"""
+
+    number: int
+    of: int
+    own: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass
+class Held:
+    """A workbench that several messages may use, and how it looked before the first."""
+
+    bench: Bench
+    shards: list[Index]
+    start: dict[str, Tensor]
+    trains: dict[str, bool]
+
+    def fresh(self) -> Bench:
+        self.bench.model.load_state_dict(self.start)
+        for name, param in self.bench.model.named_parameters():
+            param.requires_grad_(self.trains[name])
+        return self.bench
+
+
+_held: OrderedDict[tuple[str, bool], Held] = OrderedDict()
+
+
+def local_config(text: str, overrides: Sequence[str]) -> Config:
+    """The server's configuration, where the site's own keys are the site's."""
+    try:
+        sent = OmegaConf.create(text)
+        if not isinstance(sent, DictConfig):
+            raise Refused("the configuration that was sent is not a mapping")
+        for key, neutral in (
+            ("device", "auto"),
+            ("data.root", None),
+            ("data.download", False),
+            ("mask.path", None),
+            ("mask.like", None),
+            ("run", {}),
+        ):
+            OmegaConf.update(sent, key, neutral, merge=False)
+        weights = OmegaConf.select(sent, "model.weights")
+        if weights not in (None, "pretrained"):
+            OmegaConf.update(sent, "model.weights", "given by the site")
+        for override in overrides:
+            key, _, value = override.partition("=")
+            if key not in OWN:
+                raise UserError(f"federate client: {key!r} given, allowed is one of {', '.join(OWN)}; the rest is the server's to say")
+            OmegaConf.update(sent, key, OmegaConf.from_dotlist([f"v={value}"])["v"])
+    except (UserError, Refused):
+        raise
+    except Exception as error:  # yaml's and OmegaConf's errors share no public base
+        raise Refused(f"the configuration that was sent cannot be read ({first_line(error)})") from None
+    return to_config(sent)
+
+
+def held(text: str, place: Place) -> Held:
+    """Data and model for this configuration; the last two are kept, for a process that serves many messages."""
+    config = local_config(text, place.overrides)
+    key = (hashlib.sha256(f"{config}".encode()).hexdigest(), place.own)
+    if key not in _held:
+        bench = set_up(config)
+        shards: list[Index] = [] if place.own else make_shards(bench)
+        start = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+        trains = {name: param.requires_grad for name, param in bench.model.named_parameters()}
+        _held[key] = Held(bench, shards, start, trains)
+        while len(_held) > 2:
+            _held.popitem(last=False)
+    _held.move_to_end(key)
+    return _held[key]
+
+
+def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parcel:
+    """The reply to one message. What cannot be done is told as a fact, in one line: the server decides what follows."""
+    try:
+        if operation not in OPERATIONS:
+            raise Refused(f"{operation!r} is not something that a site does")
+        known = held(str(asked.facts["config"]), place)
+        bench = known.fresh()
+        if place.own:
+            shards: Mapping[int, Index] = {place.number: np.arange(len(bench.dataset.train), dtype=np.int64)}
+        else:
+            shards = {k: known.shards[k] for k in range(place.number, len(known.shards), place.of)}
+        return OPERATIONS[operation](asked, Site(bench, shards), memory)
+    except (UserError, Refused) as error:
+        return Parcel({"error": first_line(error)})
+    except KeyError as error:
+        return Parcel({"error": f"the message lacks {error}"})
+
+
+def backbone_digest(bench: Bench) -> str:
+    """Server and sites must start from the same pretrained point; the head comes from the server."""
+    return digest({name: tensor.cpu() for name, tensor in bench.model.state_dict().items() if not name.startswith("head.")})
+
+
+def hello(asked: Parcel, site: Site, memory: Memory) -> Parcel:
+    return Parcel(
+        {
+            "clients": site.holding,
+            "samples": [len(site.shards[k]) for k in site.holding],
+            "backbone": backbone_digest(site.bench),
+            "classes": site.bench.dataset.num_classes,
+            "fedlens": __version__,
+        }
+    )
+
+
+def _wanted(asked: Parcel, site: Site) -> list[int]:
+    clients = [int(k) for k in asked.facts["clients"]]
+    if not clients or sorted(set(clients)) != clients or not set(clients) <= set(site.holding):
+        raise Refused(f"clients {clients} were asked for, here are {site.holding}")
+    return clients
+
+
+def ridge(asked: Parcel, site: Site, memory: Memory) -> Parcel:
+    sums = list(site.ridge_sums(_wanted(asked, site)))
+    return Parcel.of({}, {"A": torch.stack([upper(A) for A, _ in sums]), "b": torch.stack([b for _, b in sums])})
+
+
+def _take_head(tensors: dict[str, Tensor], bench: Bench) -> None:
+    head = bench.model.head
+    with torch.no_grad():
+        for name, param in head.named_parameters():  # type: ignore[union-attr]
+            param.copy_(tensors[f"head.{name}"])
+
+
+def head_shapes(bench: Bench) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {f"head.{name}": (torch.float32, tuple(param.shape)) for name, param in bench.model.head.named_parameters()}  # type: ignore[union-attr]
+
+
+def whole_space(bench: Bench) -> ParamSpace:
+    """Every parameter of the model: what bitmaps number."""
+    return ParamSpace({name: param.shape for name, param in bench.model.named_parameters()})
+
+
+def _bitmap(space: ParamSpace) -> tuple[torch.dtype, tuple[int, ...]]:
+    return torch.uint8, (-(-space.size // 8),)
+
+
+def sensitivity(asked: Parcel, site: Site, memory: Memory) -> Parcel:
+    """The sums of each client for the coordinates still in question, in the network whose rejected weights are softened."""
+    bench, space = site.bench, whole_space(site.bench)
+    tensors = asked.unpack({"active": _bitmap(space), **head_shapes(bench)})
+    _take_head(tensors, bench)
+    active = space.views(from_bits(tensors["active"], space.size))
+    names = [name for name, mask in active.items() if bool(mask.any())]
+    among = space.flatten(eligible(bench.model)) & ~of_kinds(space, bench.config.mask.without)
+    with softened(bench.model, active, space.views(among), bench.config.mask.soft):
+        rows = [
+            torch.cat([found[name].cpu()[active[name]] for name in names])
+            for found in site.sensitivities(names, active, _wanted(asked, site))
+        ]
+    return Parcel.of({}, {"sums": torch.stack(rows)})
+
+
+def _set_up(asked: Parcel, site: Site, memory: Memory, tensors: dict[str, Tensor]) -> ParamSpace | None:
+    """Head and mask: sent once and kept, known by their digest. None: they are not here, the server has to send them again."""
+    bench, space = site.bench, whole_space(site.bench)
+    masked = bench.config.mask.strategy is not None
+    names = {**head_shapes(bench), **({"mask": _bitmap(space)} if masked else {})}
+    wanted = str(asked.facts[SETUP])
+    if set(names) <= set(tensors):
+        kept = Parcel.of({}, {name: tensors[name] for name in names}).tensors
+        memory[SETUP] = kept
+    else:
+        kept = memory.get(SETUP, b"")
+    if hashlib.sha256(kept).hexdigest() != wanted:
+        return None
+    found = Parcel({}, kept).unpack(names)
+    _take_head(found, bench)
+    mask = None
+    if masked:
+        mask = Mask(space.views(from_bits(found["mask"], space.size)), eligible(bench.model))
+    inside = masked_space(bench, mask)
+    site.begin(inside, mask)
+    return inside
+
+
+def _theta(asked: Parcel, site: Site, memory: Memory, rows: int = 0) -> tuple[ParamSpace | None, dict[str, Tensor]]:
+    """θ and, for SCAFFOLD, each client's offset; with the setup where the server thinks that it is lacking here."""
+    bench, space = site.bench, whole_space(site.bench)
+    size = int(asked.facts["size"])
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"theta": (torch.float32, (size,))}
+    if rows:
+        expected["offsets"] = (torch.float32, (rows, size))
+    if asked.facts.get("sent"):
+        expected |= head_shapes(bench)
+        if bench.config.mask.strategy is not None:
+            expected["mask"] = _bitmap(space)
+    tensors = asked.unpack(expected)
+    inside = _set_up(asked, site, memory, tensors)
+    if inside is not None and inside.size != size:
+        raise Refused(f"θ has {size:,} numbers, here {inside.size:,} train")
+    return inside, {name: tensor.to(bench.device) for name, tensor in tensors.items()}
+
+
+LACKING = Parcel({"lacks": SETUP})
+
+
+def update(asked: Parcel, site: Site, memory: Memory) -> Parcel:
+    """The local training of these clients: what the engine of a simulation does for them."""
+    clients, cfg = _wanted(asked, site), site.bench.config
+    space, tensors = _theta(asked, site, memory, len(clients) if asked.facts.get("offsets") else 0)
+    if space is None:
+        return LACKING
+    rule = ALGORITHMS[cfg.federated.algorithm](cfg).rule(float(asked.facts["lr"]))
+    offsets = tensors.get("offsets")
+    own = None if offsets is None else dict(zip(clients, offsets, strict=True)).__getitem__
+    rows, notes = [], []
+    for u in site.updates(int(asked.facts["round"]), clients, clients, tensors["theta"], rule, own):
+        rows.append(u.delta.detach().cpu().clone())
+        notes.append([float(u.client), float(u.samples), float(u.steps), float(u.loss)])
+    return Parcel.of({}, {"deltas": torch.stack(rows), "notes": torch.tensor(notes, dtype=torch.float64)})
+
+
+def fisher(asked: Parcel, site: Site, memory: Memory) -> Parcel:
+    clients = _wanted(asked, site)
+    space, tensors = _theta(asked, site, memory)
+    if space is None:
+        return LACKING
+    return Parcel.of({}, {"fishers": site.fishers(clients, tensors["theta"])})
+
+
+OPERATIONS: dict[str, Callable[[Parcel, Site, Memory], Parcel]] = {
+    operation.__name__: operation for operation in (hello, ridge, sensitivity, update, fisher)
+}
+
+__all__ = ["OPERATIONS", "Place", "answer", "backbone_digest", "head_shapes", "to_bits", "whole_space"]

@@ -1,0 +1,104 @@
+"""What travels between server and sites: facts as JSON, tensors as safetensors bytes. Nothing that arrives is trusted, nothing is unpickled."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedlens.errors import first_line
+
+Expected = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+LIMIT = 2**20  # bytes of facts
+
+
+class Refused(Exception):
+    """What arrived is not what was asked for; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message's content."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    tensors: bytes = b""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> "Parcel":
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or {}).items()}
+        return cls(facts, save(kept) if kept else b"")
+
+    @property
+    def told(self) -> str:
+        return json.dumps(self.facts, separators=(",", ":"))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its content, as they travel."""
+        return len(self.tensors) + len(self.told.encode())
+
+    @classmethod
+    def read(cls, told: object, tensors: object) -> "Parcel":
+        """A parcel from outside: facts must be a JSON object, tensors are looked into later, by `unpack`."""
+        if not isinstance(told, str) or not isinstance(tensors, bytes):
+            raise Refused("it is not facts and tensors")
+        if len(told) > LIMIT:
+            raise Refused(f"its facts have {len(told):,} characters, allowed are {LIMIT:,}")
+        try:
+            facts = json.loads(told)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"its facts are not JSON ({first_line(error)})") from None
+        if not isinstance(facts, dict):
+            raise Refused("its facts are not a JSON object")
+        return cls(facts, tensors)
+
+    def unpack(self, expected: Expected) -> dict[str, Tensor]:
+        """Exactly these tensors, of these types and shapes; anything else is refused."""
+        bound = sum(_bytes(dtype, shape) for dtype, shape in expected.values()) + 256 * (len(expected) + 1)
+        if len(self.tensors) > bound:
+            raise Refused(f"it has {len(self.tensors):,} bytes where {bound:,} are the most")
+        if not expected:
+            return {}
+        try:
+            found = load(self.tensors)
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise Refused(f"its tensors are not safetensors ({first_line(error)})") from None
+        if set(found) != set(expected):
+            raise Refused(f"it holds {', '.join(sorted(found)) or 'nothing'} where {', '.join(sorted(expected))} was asked for")
+        for name, (dtype, shape) in expected.items():
+            if found[name].dtype != dtype or tuple(found[name].shape) != shape:
+                given = f"{str(found[name].dtype).removeprefix('torch.')} {list(found[name].shape)}"
+                raise Refused(f"{name} is {given}, asked for was {str(dtype).removeprefix('torch.')} {list(shape)}")
+        return found
+
+
+def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * torch.empty((), dtype=dtype).element_size()
+
+
+def to_bits(where: Tensor) -> Tensor:
+    """bool [P] -> uint8 [ceil(P/8)]."""
+    return torch.from_numpy(np.packbits(where.cpu().numpy()))
+
+
+def from_bits(bits: Tensor, count: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=count)).bool()
+
+
+def upper(symmetric: Tensor) -> Tensor:
+    """[d, d] -> its upper triangle [d·(d+1)/2]: the rest is the same numbers."""
+    row, column = torch.triu_indices(len(symmetric), len(symmetric))
+    return symmetric.cpu()[row, column]
+
+
+def from_upper(values: Tensor, size: int) -> Tensor:
+    row, column = torch.triu_indices(size, size)
+    whole = torch.zeros(size, size, dtype=values.dtype)
+    whole[row, column] = values
+    whole[column, row] = values
+    return whole

@@ -1,0 +1,77 @@
+"""Differential privacy for clients: bounded updates, Gaussian noise on their sum, and what that amounts to (ε, δ).
+
+Two federations are neighbours if one client's updates are zero in one of them. An update is at most `clip` long and all count alike, so the sum
+of a round moves by at most `clip`, and noise of standard deviation noise·clip makes each round a Gaussian mechanism for the clients in it. Cohorts
+follow from the seed, which clients know: there is no amplification by sampling to be had. A client pays for the rounds that it was sampled in;
+ε is that of the client who was sampled most often, composed by a maintained accountant (dp-accounting, Rényi).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedlens.config import Config
+from fedlens.engine.work import sample_cohort
+from fedlens.errors import UserError
+from fedlens.seeding import torch_rng
+
+
+class Privacy:
+    """What `privacy.*` asks for; without clip and noise it changes nothing. `secret`: the noise is keyed by it, and it never leaves the server."""
+
+    def __init__(self, config: Config, secret: int | None) -> None:
+        self.config, self.secret, self.known = config, secret, config.privacy
+        self._taken: Counter[int] = Counter()
+        self._epsilons: dict[int, float] = {}
+        if self.known.noise:
+            epsilon(self.known.noise, 1, self.known.delta)  # a missing library is told before the first round
+
+    def catch_up(self, rounds: int) -> None:
+        """Count the cohorts of the rounds before this process."""
+        fed = self.config.federated
+        for r in range(rounds if self.known.noise else 0):
+            self.sampled([c for c in sample_cohort(self.config.seed, r, fed.clients, fed.participation) if c not in fed.exclude])
+
+    def sampled(self, cohort: Sequence[int]) -> None:
+        if self.known.noise:
+            self._taken.update(cohort)
+
+    def factor(self, norm: float) -> float:
+        """What an update of this norm is multiplied by."""
+        clip = self.known.clip
+        return 1.0 if clip is None or norm <= clip else clip / norm
+
+    def weight(self, samples: int) -> float:
+        """Under noise all clients count alike: a weight would be a part of the update's length."""
+        return 1.0 if self.known.noise else float(samples)
+
+    def noised(self, mean: Tensor, count: int, round_: int) -> Tensor:
+        """Mean of `count` updates, with the noise that belongs to their sum."""
+        if not self.known.noise:
+            return mean
+        assert self.secret is not None and self.known.clip is not None
+        draw = torch.randn(len(mean), generator=torch_rng(self.secret, "privacy", round_)).to(mean.device)
+        return mean + draw * (self.known.noise * self.known.clip / count)
+
+    def spent(self) -> dict[str, float]:
+        """ε so far at the configured δ, as a line of metrics."""
+        if not self.known.noise:
+            return {}
+        most = max(self._taken.values(), default=0)
+        if most not in self._epsilons:
+            self._epsilons[most] = epsilon(self.known.noise, most, self.known.delta)
+        return {"epsilon": self._epsilons[most], "delta": self.known.delta}
+
+
+def epsilon(noise: float, rounds: int, delta: float) -> float:
+    """ε at δ of so many Gaussian mechanisms of this noise multiplier, one after the other."""
+    try:
+        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError:
+        raise UserError("privacy.noise: its accounting needs dp-accounting; pip install 'fedlens[privacy]'") from None
+    if rounds == 0:
+        return 0.0
+    return float(RdpAccountant().compose(SelfComposedDpEvent(GaussianDpEvent(noise), rounds)).get_epsilon(delta))
