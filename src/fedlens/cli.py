@@ -251,11 +251,13 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", default="report", help="the report's folder (default: report)")
     c.add_argument("--title", help="of the HTML page")
 
+    from fedlens.federate_cli import register as register_federate
     from fedlens.study.arith_cli import register as register_arith
     from fedlens.study.search_cli import register as register_search
 
     register_arith(commands, command)
     register_search(commands, command)
+    register_federate(commands, command)
 
     c = command(commands, "doctor", doctor_command, "What is installed and found, and how to get the rest.", "fedlens doctor")
     c.add_argument("--root", help="data root to look in")

@@ -1,0 +1,280 @@
+"""`fedlens federate init | server | client`: a federation's folder, its server, its sites. Flower's programs do the work.
+
+FOLDER/app        the Flower app: two files that name fedlens' apps, and the configuration
+FOLDER/server     certificates, the sites' public keys, SuperLink's state; stays on the server
+FOLDER/sites/K    what site K needs: copy it there
+FOLDER/run        the run: metrics, checkpoints, summary, model
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedlens.config import compose
+from fedlens.engine.flower.node import OWN
+from fedlens.errors import UserError, bad_value
+
+APP = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "federation"
+version = "1.0.0"
+description = "A federation of fedlens"
+license = "Apache-2.0"
+dependencies = ["fedlens[flower]"]
+
+[tool.flwr.app]
+publisher = "local"
+
+[tool.flwr.app.components]
+serverapp = "federation.server_app:app"
+clientapp = "federation.client_app:app"
+
+# overrides: what `fedlens run` would take. run-dir: where the server keeps the run; the last checkpoint there is where it goes on.
+[tool.flwr.app.config]
+overrides = {overrides}
+run-dir = {run}
+"""
+MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.apps import {name} as app\n\n__all__ = ["app"]\n'
+CONNECTION = "federation"
+STARTS_WITHIN = 60.0  # seconds that SuperLink may take
+
+
+def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) -> int:
+    """The folder of a federation: nothing runs yet, nothing is overwritten."""
+    from fedlens.engine.flower.keys import make_certificates, make_site_key
+
+    host, port = split_address(address)
+    config = compose(overrides)
+    if not config.experiment.startswith("fed"):
+        raise UserError(f"experiment: {config.experiment} has no clients; allowed is one of the federated ones")
+    if sites < 1 or sites > config.federated.clients:
+        raise bad_value("--sites", sites, f"1 to federated.clients, {config.federated.clients}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"federate init: {folder} exists and is not an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    package = folder / "app" / "federation"
+    package.mkdir(parents=True)
+    run = str((folder / "run").resolve())
+    (folder / "app" / "pyproject.toml").write_text(APP.format(overrides=json.dumps(shlex.join(overrides)), run=json.dumps(run)))
+    (package / "__init__.py").write_text("")
+    (package / "server_app.py").write_text(MODULE.format(what="The server.", name="server_app"))
+    (package / "client_app.py").write_text(MODULE.format(what="A site.", name="client_app"))
+    make_certificates(folder / "server", list(dict.fromkeys([host, "localhost", "127.0.0.1"])))
+    (folder / "server" / "address").write_text(f"{host}:{port}\n")
+    for k in range(sites):
+        site = folder / "sites" / str(k)
+        make_site_key(site / "key", folder / "server" / "sites" / f"{k}.pub")
+        shutil.copy(folder / "server" / "ca.crt", site / "ca.crt")
+        (site / "site.json").write_text(json.dumps({"address": f"{host}:{port}", "number": k, "of": sites}) + "\n")
+    print(f"{folder}: a federation of {sites} sites and {config.federated.clients} clients, server at {host}:{port}")
+    print(f"the server:  fedlens federate server {folder}")
+    for k in range(min(sites, 3)):
+        print(f"site {k}:      fedlens federate client {folder / 'sites' / str(k)}")
+    return 0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise bad_value("--address", address, "HOST:PORT, for example 127.0.0.1:9092")
+    return host.strip("[]"), int(port)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Flower's settings in a folder of its own; it neither installs packages nor calls home unless the user has said so."""
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
+    home.mkdir(parents=True, exist_ok=True)
+    programs = str(Path(sys.executable).parent)
+    return {**quiet, **os.environ, "FLWR_HOME": str(home.resolve()), "PATH": programs + os.pathsep + os.environ.get("PATH", "")}
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""))
+    if found is None:
+        raise UserError(f"federate: {name} is not installed here; pip install 'fedlens[flower]'")
+    return found
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def server(folder: Path, overrides: Sequence[str] = ()) -> int:
+    """SuperLink and a run on it; ends when the run does. The same command goes on with a run that was interrupted. 0: the run is finished."""
+    keys = folder / "server"
+    if not (keys / "address").is_file():
+        raise UserError(f"federate server: {folder} is no federation; make one: fedlens federate init {folder}")
+    host, port = split_address((keys / "address").read_text().strip())
+    given = _app_config(folder / "app" / "pyproject.toml")
+    texts = [*shlex.split(given["overrides"]), *overrides]
+    compose(texts)  # what is wrong is told here, before anything starts
+    summary = Path(given["run-dir"]) / "summary.json"
+    if summary.is_file():
+        return _told(summary)
+    env = environment(keys / "flwr")
+    _let_in(keys, env)
+    with superlink(keys, host, port, env):
+        print(f"server at {host}:{port}, {len(_public(keys))} sites may join", flush=True)
+        config = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(given['run-dir'])}"
+        command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", config]
+        with _child(command, env) as flwr:
+            flwr.wait()
+    if summary.is_file():
+        return _told(summary)
+    print(
+        f"error: the run has not ended; what is done is kept, the same command goes on: fedlens federate server {folder}", file=sys.stderr
+    )
+    return 1
+
+
+def _told(summary: Path) -> int:
+    found = json.loads(summary.read_text())
+    accuracy = found["test_accuracy"]
+    print(f"finished: {summary.parent}" + ("" if accuracy is None else f", test accuracy {100 * accuracy:.2f} %"))
+    return 0
+
+
+def _app_config(path: Path) -> dict[str, str]:
+    import tomllib
+
+    try:
+        found = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"]
+        return {"overrides": str(found["overrides"]), "run-dir": str(found["run-dir"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"federate server: {path} cannot be read ({error})") from None
+
+
+def _public(keys: Path) -> list[Path]:
+    return sorted((keys / "sites").glob("*.pub"))
+
+
+def _let_in(keys: Path, env: Mapping[str, str]) -> None:
+    """Tell SuperLink the sites' keys, once, before sites can reach it: one that is not known yet would give up."""
+    done = keys / "registered"
+    if done.is_file():
+        return
+    with superlink(keys, "127.0.0.1", free_port(), env):
+        for public in _public(keys):
+            _register(public, env)
+    done.touch()
+
+
+def _register(public: Path, env: Mapping[str, str]) -> None:
+    command = [program("flwr"), "supernode", "register", str(public), CONNECTION, "--format", "json"]
+    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if done.returncode and "already" not in said.lower():
+        raise UserError(f"federate server: the key {public} was not taken: {' '.join(said.split())[:300]}")
+
+
+@contextmanager
+def superlink(keys: Path, host: str, port: int, env: Mapping[str, str]) -> Iterator[None]:
+    """Flower's server, with TLS, keys of sites and a state on disk, until the block ends."""
+    local = host in ("localhost", "127.0.0.1", "::1")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise UserError(f"federate server: port {port} is taken; is another server running?")
+    command = [sys.executable, "-m", "fedlens.engine.flower.superlink", "--host", "127.0.0.1" if local else "0.0.0.0", "--port", str(port)]
+    command += [
+        "--ssl-ca-certfile",
+        str(keys / "ca.crt"),
+        "--ssl-certfile",
+        str(keys / "server.pem"),
+        "--ssl-keyfile",
+        str(keys / "server.key"),
+    ]
+    command += ["--enable-supernode-auth", "--database", str(keys / "state.db"), "--disable-runtime-dependency-installation"]
+    with (keys / "superlink.log").open("ab") as log, _child(command, env, stdout=log, stderr=log, stdin=subprocess.PIPE) as link:
+        until = time.monotonic() + STARTS_WITHIN
+        while not _healthy(keys / "ca.crt", port):
+            if link.poll() is not None or time.monotonic() > until:
+                raise UserError(f"federate server: SuperLink did not start; see {keys / 'superlink.log'}")
+            time.sleep(0.2)
+        (Path(env["FLWR_HOME"]) / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\n'
+            f"root-certificates = {json.dumps(str((keys / 'ca.crt').resolve()))}\n"
+        )
+        yield
+
+
+def _healthy(authority: Path, port: int) -> bool:
+    try:
+        context = ssl.create_default_context(cafile=str(authority))
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/health", timeout=2, context=context) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _child(command: Sequence[str], env: Mapping[str, str], **pipes: object) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that does not outlive the block."""
+    process = subprocess.Popen(command, env=dict(env), start_new_session=True, **pipes)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        for sign, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, None)):
+            try:
+                if process.poll() is None:
+                    os.killpg(process.pid, sign)
+                process.wait(patience)
+                break
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+
+
+# --- a site ----------------------------------------------------------------------------------------------------------
+
+
+def client_command(site: Path, *, own_data: bool, address: str | None, overrides: Sequence[str]) -> list[str]:
+    """`flower-supernode` with this site's key, certificate and place."""
+    try:
+        known = json.loads((site / "site.json").read_text())
+        number, of, where = int(known["number"]), int(known["of"]), address or str(known["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"federate client: {site} is no site's folder; it is FOLDER/sites/K of a federation") from None
+    for text in overrides:
+        if text.partition("=")[0] not in OWN:
+            raise UserError(f"federate client: {text!r} given, allowed is key=value with {', '.join(OWN)}; the rest is the server's to say")
+    split_address(where)
+    config = [f"partition-id={number}", f"num-partitions={of}"]
+    config += ["own-data=true"] if own_data else []
+    config += [f"overrides={json.dumps(shlex.join(overrides))}"] if overrides else []
+    return [
+        program("flower-supernode"),
+        *("--superlink", where),
+        *("--root-certificates", str(site / "ca.crt")),
+        *("--auth-supernode-private-key", str(site / "key")),
+        *("--port", str(free_port())),
+        *("--node-config", " ".join(config)),
+    ]
+
+
+def free_port() -> int:
+    """For the site's talk with its own processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def client(site: Path, *, own_data: bool = False, address: str | None = None, overrides: Sequence[str] = ()) -> int:
+    """This process becomes the site's SuperNode, until it is stopped."""
+    command = client_command(site, own_data=own_data, address=address, overrides=overrides)
+    os.execve(command[0], command, environment(site / "flwr"))

@@ -1,0 +1,63 @@
+"""Flower's SuperLink, with its door closed: `python -m fedlens.engine.flower.superlink …` takes the options of `flower-superlink`.
+
+Sites and the commands that start runs come in at one port, and whoever starts a run sends code to every site. Sites prove who they are by their keys; the
+rest of the port has no lock in Flower's open edition. So here it is for this machine alone: from elsewhere only what sites need is let in.
+"""
+
+import ipaddress
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import ModuleType
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Handler = Callable[[Scope, Any, Any], Awaitable[None]]
+FOR_SITES = ("/v1/fleet/", "/health")
+HOOK = "flwr.ee.superlink.extensions"  # where Flower looks for middleware
+
+
+class SitesOnly:
+    """ASGI middleware: requests from other machines reach `FOR_SITES`, all else answers 403."""
+
+    def __init__(self, app: Handler) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or _from_here(scope) or (scope["type"] == "http" and _clean(scope["path"]).startswith(FOR_SITES)):
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": b"runs are started on the server's own machine\n"})
+
+
+def _from_here(scope: Scope) -> bool:
+    try:
+        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _clean(path: str) -> str:
+    """Nothing that another part of the server may read as another path."""
+    return "" if ".." in path or "//" in path else path
+
+
+def main() -> None:
+    from flwr.superlink.cli import flower_superlink
+    from starlette.middleware import Middleware
+
+    from fedlens.study.processes import end_with_parent
+
+    hook = ModuleType(HOOK)
+    hook.get_middleware = lambda: (Middleware(SitesOnly),)  # type: ignore[attr-defined]
+    sys.modules[HOOK] = hook
+    if not sys.stdin.isatty():
+        end_with_parent()
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    main()
