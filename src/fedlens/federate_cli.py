@@ -15,7 +15,7 @@ def _init(args: argparse.Namespace) -> int:
 def _server(args: argparse.Namespace) -> int:
     from fedlens.engine.flower.launch import server
 
-    return server(Path(args.folder), args.overrides)
+    return server(Path(args.folder), args.overrides, simulate=args.simulate)
 
 
 def _client(args: argparse.Namespace) -> int:
@@ -51,6 +51,7 @@ def register(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> 
     )
     c.add_argument("folder", help="the federation's folder")
     c.add_argument("overrides", nargs="*", metavar="key=value", help="on top of the folder's, for example deploy.deadline=120")
+    c.add_argument("--simulate", action="store_true", help="sites are simulated by Flower on this machine, with the same apps")
     c = command(
         parts,
         "client",

@@ -151,7 +151,7 @@ class Federation:
             if isinstance(reply, Parcel):
                 self.traffic.up += reply.size
                 if "error" in reply.facts:
-                    reply = str(reply.facts["error"])[:300]
+                    reply = " ".join(str(reply.facts["error"]).split())[:300]  # whatever it says, in one line
             found[site] = reply
         return found
 
@@ -206,7 +206,7 @@ class Federation:
     def _everyone(self) -> list[int]:
         if not self.members:
             self.gather()
-        return sorted(self.members)
+        return [k for k in sorted(self.members) if k not in self.bench.config.federated.exclude]
 
     # --- what the loop asks ------------------------------------------------------------------------------------------
 

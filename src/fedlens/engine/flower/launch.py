@@ -113,8 +113,11 @@ def program(name: str) -> str:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-def server(folder: Path, overrides: Sequence[str] = ()) -> int:
-    """SuperLink and a run on it; ends when the run does. The same command goes on with a run that was interrupted. 0: the run is finished."""
+def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = False) -> int:
+    """SuperLink and a run on it; ends when the run does. The same command goes on with a run that was interrupted. 0: the run is finished.
+
+    simulate: Flower's simulation runtime is the sites, all on this machine.
+    """
     keys = folder / "server"
     if not (keys / "address").is_file():
         raise UserError(f"federate server: {folder} is no federation; make one: fedlens federate init {folder}")
@@ -126,11 +129,17 @@ def server(folder: Path, overrides: Sequence[str] = ()) -> int:
     if summary.is_file():
         return _told(summary)
     env = environment(keys / "flwr")
-    _let_in(keys, env)
-    with superlink(keys, host, port, env):
-        print(f"server at {host}:{port}, {len(_public(keys))} sites may join", flush=True)
+    if simulate:
+        host, port = "127.0.0.1", free_port()
+    else:
+        _let_in(keys, env)
+    with superlink(keys, host, port, env, simulate=simulate):
+        sites = len(_public(keys))
+        print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
         config = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(given['run-dir'])}"
         command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", config]
+        if simulate:
+            command += ["--federation-config", f"num-supernodes={sites} client-resources-num-cpus=1"]
         with _child(command, env) as flwr:
             flwr.wait()
     if summary.is_file():
@@ -182,7 +191,7 @@ def _register(public: Path, env: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def superlink(keys: Path, host: str, port: int, env: Mapping[str, str]) -> Iterator[None]:
+def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simulate: bool = False) -> Iterator[None]:
     """Flower's server, with TLS, keys of sites and a state on disk, until the block ends."""
     local = host in ("localhost", "127.0.0.1", "::1")
     with socket.socket() as probe:
@@ -197,7 +206,8 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str]) -> Itera
         "--ssl-keyfile",
         str(keys / "server.key"),
     ]
-    command += ["--enable-supernode-auth", "--database", str(keys / "state.db"), "--disable-runtime-dependency-installation"]
+    command += ["--simulation"] if simulate else ["--enable-supernode-auth", "--database", str(keys / "state.db")]
+    command += ["--disable-runtime-dependency-installation"]
     with (keys / "superlink.log").open("ab") as log, _child(command, env, stdout=log, stderr=log, stdin=subprocess.PIPE) as link:
         until = time.monotonic() + STARTS_WITHIN
         while not _healthy(keys / "ca.crt", port):

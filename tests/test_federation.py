@@ -1,0 +1,560 @@
+"""A federation whose sites are elsewhere, over a courier that is a dict: the protocol, what it refuses, what it survives. Flower itself: test_flower.py."""
+
+import asyncio
+import json
+import logging
+import stat
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, SMALL_DATA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+from torch import Tensor
+
+import fedlens as fl
+from fedlens.config import compose, identity, to_yaml
+from fedlens.engine.flower.federation import Federation
+from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
+from fedlens.engine.flower.superlink import SitesOnly
+from fedlens.engine.flower.wire import LIMIT, Parcel, Refused, from_bits, from_upper, to_bits, upper
+from fedlens.errors import UserError
+from fedlens.training.execute import Run, execute
+
+BASE = [
+    *FAST,
+    "experiment=fedavg_iid",
+    "federated.clients=6",
+    "federated.participation=0.67",
+    "federated.local_steps=2",
+    "federated.rounds=3",
+    "federated.eval_every=1",
+    "federated.engine=sequential",
+    "optim.batch_size=8",
+    "optim.lr=0.01",
+    "deploy.wait=0",
+]
+SPARSE = ["experiment=fedavg_noniid_sparse", "data.classes_per_client=2", "mask.rounds=2", "mask.samples=6", "mask.scope=federated"]
+SITES = 3
+HERE = (f"data.root={SMALL_DATA}",)
+
+Spoil = Callable[[str, int, Parcel], Parcel | str | None]  # operation, site, honest answer -> what arrives
+
+
+@dataclass
+class Wire:
+    """Sites in this process, numbered from 70; parcels cross as text and bytes, in the wrong order."""
+
+    spoil: Spoil = lambda operation, site, reply: reply
+    places: list[Place] = field(default_factory=lambda: [Place(k, SITES, overrides=HERE) for k in range(SITES)])
+    memories: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    asked: list[tuple[str, int, Parcel, int]] = field(default_factory=list)
+    away: set[int] = field(default_factory=set)
+
+    def sites(self) -> Collection[int]:
+        return [70 + k for k in range(len(self.places)) if 70 + k not in self.away]
+
+    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
+        found: dict[int, Parcel | str] = {}
+        for site, parcel in sorted(parcels.items(), reverse=True):
+            arrived = Parcel.read(parcel.told, parcel.tensors)
+            reply = answer(operation, arrived, self.places[site - 70], self.memories.setdefault(site, {}))
+            spoiled = self.spoil(operation, site, reply)
+            self.asked.append((operation, site, arrived, reply.size))
+            if spoiled is not None:
+                found[site] = spoiled if isinstance(spoiled, str) else Parcel.read(spoiled.told, spoiled.tensors)
+        return found
+
+
+def federate(path: Path, wire: Wire, *overrides: str) -> Run:
+    return execute(compose([*BASE, f"run.dir={path}", "run.if_exists=resume", *overrides]), clients=lambda bench: Federation(bench, wire))
+
+
+def same(a: Run, b: Run) -> bool:
+    return all(torch.equal(a.state[name], tensor) for name, tensor in b.state.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        SPARSE,
+        [*SPARSE, "mask.scope=central", "mask.without=[query]"],
+        [*SPARSE, "mask.without=[key,norm]", "mask.strategy=most_sensitive"],
+        ["federated.algorithm=scaffold", "optim.momentum=0", "server.optimizer=momentum"],
+        ["federated.algorithm=fednova", "federated.straggler_rate=0.5", "federated.dropout_rate=0.3"],
+        ["federated.algorithm=fedprox", "server.merge=fisher", "server.fisher_samples=4"],
+        [*SPARSE, "server.merge=ties", "federated.exclude=[1]"],
+        ["head=linear", "model.freeze_head=false", "optim.clip_norm=1"],
+    ],
+    ids=lambda options: " ".join(options)[:60] or "dense",
+)
+def test_sites_apart_train_what_one_process_trains(tmp_path: Path, options: list[str]) -> None:
+    here = fl.run([*BASE, *options, f"run.dir={tmp_path / 'here'}"])
+    apart = federate(tmp_path / "apart", Wire(), *options)
+    assert same(here, apart) and here.mask == apart.mask
+    keys = ("val_accuracy", "test_accuracy", "best_round", "dropped", "nonfinite", "refused")
+    assert {k: here.summary[k] for k in keys} == {k: apart.summary[k] for k in keys}
+    drop = {"seconds", "round_seconds", "bytes_up", "bytes_down"}
+    assert [{k: v for k, v in m.items() if k not in drop} for m in here.metrics] == [
+        {k: v for k, v in m.items() if k not in drop} for m in apart.metrics
+    ]
+    assert apart.summary["engine"] == "flower"
+
+
+def test_every_byte_is_counted_and_only_active_coordinates_travel(tmp_path: Path) -> None:
+    wires = {"dense": Wire(), "sparse": Wire()}
+    dense = federate(tmp_path / "dense", wires["dense"])
+    sparse = federate(tmp_path / "sparse", wires["sparse"], *SPARSE, "mask.scope=central")
+    up = {}
+    for name, run in (("dense", dense), ("sparse", sparse)):
+        asked = wires[name].asked
+        assert run.summary["bytes_down"] == sum(parcel.size for _, _, parcel, _ in asked)
+        assert run.summary["bytes_up"] == sum(size for *_, size in asked)
+        up[name] = sum(size for operation, *_, size in asked if operation == "update")
+    assert 0.095 < up["sparse"] / up["dense"] < 0.12
+    updates = [parcel for operation, _, parcel, _ in wires["sparse"].asked if operation == "update"]
+    bitmaps = [parcel for parcel in updates if b'"mask"' in parcel.tensors[:600]]
+    assert len(bitmaps) == len({site for operation, site, *_ in wires["sparse"].asked if operation == "update"})  # indices once
+    assert len(updates) > len(bitmaps)
+
+
+def test_what_is_on_the_server_is_not_told_and_what_is_at_a_site_is_its_own(tmp_path: Path) -> None:
+    wire = Wire()
+    federate(tmp_path / "secret-place", wire)
+    told = "".join(parcel.told for _, _, parcel, _ in wire.asked)
+    assert "secret-place" not in told and str(SMALL_DATA) not in told
+    config = compose(
+        [*BASE, "data.root=/etc", "data.download=true", "model.weights=/etc/passwd", "mask.strategy=random", "mask.path=/etc/x"]
+    )
+    there = local_config(to_yaml(config), ["data.root=/mine", "device=cpu"])
+    assert (there.data.root, there.data.download, there.mask.path, there.run.dir) == ("/mine", False, None, None)
+    assert there.model.weights != "/etc/passwd"
+    assert there.optim == config.optim and there.federated == config.federated
+    with pytest.raises(UserError, match="the rest is the server's to say"):
+        local_config(to_yaml(config), ["optim.lr=1"])
+
+
+# --- what arrives ----------------------------------------------------------------------------------------------------
+
+
+def spoiled(kind: str, reply: Parcel, size: int = 0) -> Parcel | str:
+    tensors: dict[str, Tensor] = reply.unpack({}) if not reply.tensors else fl_load(reply.tensors)
+    if kind == "nan":
+        return Parcel.of({}, {**tensors, "deltas": torch.full_like(tensors["deltas"], float("nan"))})
+    if kind == "shape":
+        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"][:, :-1].contiguous()})
+    if kind == "type":
+        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"].double()})
+    if kind == "names":
+        return Parcel.of({}, {**tensors, "more": torch.zeros(1)})
+    if kind == "huge":
+        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"] * 1e6})
+    if kind == "garbage":
+        return Parcel({}, b"\x80\x04\x95garbage" * 50)
+    if kind == "truncated":
+        return Parcel({}, reply.tensors[: len(reply.tensors) // 2])
+    if kind == "flood":
+        return Parcel({}, reply.tensors + b"\0" * 10**6)
+    if kind == "nothing":
+        return Parcel({}, b"")
+    if kind == "error":
+        return Parcel({"error": "no disk\nand more"})
+    if kind == "liar":
+        return Parcel.of({}, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
+    return "Flower says that it is gone"
+
+
+def fl_load(blob: bytes) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    return load(blob)
+
+
+KINDS = ["nan", "shape", "type", "names", "huge", "garbage", "truncated", "flood", "nothing", "error", "liar", "gone"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Site 71 (clients 1 and 4) misbehaves in every round; the rest is what honest sites alone would have learned."""
+    options = ["federated.participation=1", "server.norm_bound=10", "federated.rounds=2"]
+
+    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        return spoiled(kind, reply) if operation == "update" and site == 71 else reply
+
+    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "update" and s == 71 else r), *options)
+    caplog.set_level(logging.WARNING, "fedlens")
+    found = federate(tmp_path / "found", Wire(bad), *options)
+    assert same(found, silent)
+    counts = {key: found.summary[key] for key in ("nonfinite", "refused", "dropped")}
+    assert sum(counts.values()) == 4, counts
+    assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error") else "refused"] == 4, counts
+    assert [line["clients"] for line in found.metrics] == [4, 4]
+    assert all("\n" not in record.getMessage() for record in caplog.records) and len(caplog.records) >= 2
+
+
+@pytest.mark.parametrize("operation", ["ridge", "sensitivity"])
+@pytest.mark.parametrize("kind", ["nan", "garbage"])
+def test_bad_sums_are_left_out(tmp_path: Path, operation: str, kind: str) -> None:
+    options = [*SPARSE, "federated.rounds=1"]
+
+    def bad(asked: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if asked != operation or site != 71:
+            return reply
+        if kind == "garbage":
+            return Parcel({}, b"garbage")
+        tensors = fl_load(reply.tensors)
+        return Parcel.of({}, {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()})
+
+    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == operation and s == 71 else r), *options)
+    found = federate(tmp_path / "found", Wire(bad), *options)
+    assert same(found, silent) and found.mask == silent.mask
+
+
+# --- who comes and goes ----------------------------------------------------------------------------------------------
+
+
+def test_a_site_that_dies_is_missed_and_welcome_again(tmp_path: Path) -> None:
+    """It misses a round; started anew it has forgotten head and mask, says so, and gets them again."""
+    wire = Wire()
+    rounds = 0
+
+    def dies(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        nonlocal rounds
+        rounds += operation == "update" and site == 72
+        if operation == "update" and site == 72 and rounds == 2:
+            wire.memories[72] = {}
+            return None
+        return reply
+
+    wire.spoil = dies
+    run = federate(tmp_path / "r", wire, *SPARSE, "federated.participation=1", "federated.rounds=4")
+    assert [line["clients"] for line in run.metrics] == [6, 4, 6, 6]
+    assert run.summary["dropped"] == 2
+    sent = [bool(p.facts["sent"]) for operation, site, p, _ in wire.asked if operation == "update" and site == 72]
+    assert sent == [True, False, True, False]  # after a failure the server sends them of its own accord
+    wire.memories.clear()
+    wire.asked.clear()
+    again = federate(tmp_path / "again", wire, *SPARSE, "federated.rounds=1")
+    assert again.finished
+
+
+def test_a_site_that_forgot_is_told_again_within_the_round(tmp_path: Path) -> None:
+    wire = Wire()
+
+    def forgets(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation == "update":
+            wire.memories[site] = {}
+        return reply
+
+    whole = federate(tmp_path / "whole", Wire(), *SPARSE)
+    wire.spoil = forgets
+    assert same(federate(tmp_path / "r", wire, *SPARSE), whole)
+
+
+def test_sites_that_leave_and_come_are_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wire = Wire()
+
+    def moves(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation == "update":
+            wire.away = {70} if not wire.away else set()
+        return reply
+
+    wire.spoil = moves
+    caplog.set_level(logging.WARNING, "fedlens")
+    run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=4")
+    assert {line["clients"] for line in run.metrics} == {4, 6}
+    assert "site 70 is gone, and with it clients 0, 3" in caplog.text
+
+
+def test_too_few_answers_stop_the_run_which_then_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    wire, options = Wire(), ["federated.participation=1", "deploy.min_fraction=0.9"]
+    whole = federate(tmp_path / "whole", Wire(), *options)
+
+    def fails(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        late = operation == "update" and sum(o == "update" for o, *_ in wire.asked) >= 4
+        return "the line is dead" if late and site == 71 else reply
+
+    wire.spoil = fails
+    with pytest.raises(UserError, match=r"round 2: 4 of 6 clients have answered, deploy.min_fraction=0.9 asks for more"):
+        federate(tmp_path / "r", wire, *options)
+    assert sum(o == "update" for o, *_ in wire.asked) == 3 + 3 + 1 + 1  # asked again: only those who were missing
+    wire.spoil = lambda operation, site, reply: reply
+    resumed = federate(tmp_path / "r", wire, *options)
+    assert same(resumed, whole) and [line["round"] for line in resumed.metrics] == [1, 2, 3]
+
+
+def test_nobody_comes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"deploy.wait: 0 of 6 clients after 0 s"):
+        federate(tmp_path / "r", Wire(places=[]))
+    half = Wire(places=[Place(0, SITES, overrides=HERE)])
+    with pytest.raises(UserError, match=r"2 of 6 clients"):
+        federate(tmp_path / "half", half)
+    run = federate(tmp_path / "few", half, "deploy.min_fraction=0.3", "federated.participation=1", "federated.rounds=1")
+    assert run.finished
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"clients": "all"}, "does not say which clients"),
+        ({"samples": [0, 5]}, "does not say which clients"),
+        ({"samples": [5]}, "does not say which clients"),
+        ({"clients": [True, 1]}, "does not say which clients"),
+        ({"backbone": "0" * 64}, "pretrained weights are others"),
+        ({"classes": 3}, "3 classes, the server's 10"),
+        ({"error": "no data here"}, "no data here"),
+    ],
+)
+def test_a_site_that_does_not_fit_is_left_out(tmp_path: Path, facts: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "fedlens")
+
+    def lies(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        return Parcel({**reply.facts, **facts}) if operation == "hello" and site == 70 else reply
+
+    run = federate(tmp_path / "r", Wire(lies), "federated.rounds=1", "federated.participation=1")
+    assert run.metrics[0]["clients"] == 4
+    assert f"site 70 is left out: {why}" in caplog.text.replace("it does not", "does not").replace("its p", "p").replace(
+        "its data has ", ""
+    )
+
+
+def test_no_site_takes_the_clients_of_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "fedlens")
+    twice = Wire(places=[Place(k % SITES, SITES, overrides=HERE) for k in range(SITES + 1)])
+    run = federate(tmp_path / "r", twice, "federated.rounds=1", "federated.participation=1")
+    assert run.metrics[0]["clients"] == 6 and "client 3 is claimed by site 73 too; it stays with site 70" in caplog.text
+    assert not [site for operation, site, *_ in twice.asked if site == 73 and operation != "hello"]
+
+
+def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+    wire = Wire(places=[Place(k, SITES, own=True, overrides=(*HERE, "data.val_fraction=0.5")) for k in range(SITES)])
+    run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.rounds=1", "federated.participation=1")
+    notes = [parcel.facts["clients"] for operation, _, parcel, _ in wire.asked if operation == "update"]
+    assert sorted(notes) == [[0], [1], [2]] and run.metrics[0]["clients"] == 3
+
+
+# --- a site's answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "facts", "why"),
+    [
+        ("format_disk", {}, "not something that a site does"),
+        ("ridge", {"clients": [1]}, "clients [1] were asked for, here are [0, 3]"),
+        ("ridge", {"clients": []}, "were asked for"),
+        ("ridge", {"clients": [3, 0]}, "were asked for"),
+        ("ridge", {}, "lacks 'clients'"),
+        ("update", {"clients": [0], "size": 3, "setup": "", "lr": 0.1, "round": 0}, "not safetensors"),
+        ("hello", {"config": "seed: [1"}, "cannot be read"),
+        ("hello", {"config": "- 1"}, "not a mapping"),
+        ("hello", {"config": "optim: {lr: -1}"}, "optim.lr"),
+        ("hello", {"config": None}, ""),
+    ],
+)
+def test_a_site_answers_nonsense_in_one_line(operation: str, facts: dict[str, Any], why: str) -> None:
+    asked = Parcel({"config": to_yaml(compose(BASE)), **facts})
+    reply = answer(operation, asked, Place(0, SITES, overrides=HERE), {})
+    assert why in str(reply.facts["error"]) and "\n" not in str(reply.facts["error"]) and not reply.tensors
+
+
+def test_operations_are_those_that_are_documented() -> None:
+    assert set(OPERATIONS) == {"hello", "ridge", "sensitivity", "update", "fisher"}
+
+
+# --- the wire --------------------------------------------------------------------------------------------------------
+
+EXPECTED = {"x": (torch.float32, (2, 3)), "n": (torch.int64, (1,))}
+GOOD = {"x": torch.ones(2, 3), "n": torch.tensor([4])}
+
+
+def test_a_parcel_is_what_it_was() -> None:
+    sent = Parcel.of({"a": [1, "ü"]}, GOOD)
+    got = Parcel.read(sent.told, sent.tensors)
+    found = got.unpack(EXPECTED)
+    assert got.facts == {"a": [1, "ü"]} and torch.equal(found["x"], GOOD["x"]) and got.size == len(sent.told.encode()) + len(sent.tensors)
+
+
+@pytest.mark.parametrize(
+    ("blob", "why"),
+    [
+        (save({"x": torch.ones(2, 3)}), "holds x where n, x"),
+        (save({**GOOD, "y": torch.ones(1)}), "holds n, x, y"),
+        (save({**GOOD, "x": torch.ones(3, 2)}), r"x is float32 \[3, 2\], asked for was float32 \[2, 3\]"),
+        (save({**GOOD, "x": torch.ones(2, 3).half()}), "x is float16"),
+        (save(GOOD)[:-1], "not safetensors"),
+        (b"", "not safetensors"),
+        (b"\xff" * 8 + b"{}", "not safetensors"),
+        (save({**GOOD, "x": torch.ones(2000, 3)}), "bytes where"),
+    ],
+)
+def test_other_tensors_are_refused(blob: bytes, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        Parcel({}, blob).unpack(EXPECTED)
+
+
+@pytest.mark.parametrize("told", ["{", "[1]", "null", None, b"{}", "[" * 10_000, "x" * (LIMIT + 1)], ids=lambda told: str(told)[:10])
+def test_other_facts_are_refused(told: object) -> None:
+    with pytest.raises(Refused):
+        Parcel.read(told, b"")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused_and_never_crash(blob: bytes) -> None:
+    with pytest.raises(Refused):
+        Parcel({}, blob).unpack(EXPECTED)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
+def test_bits_and_triangles_come_back(bits: list[bool], size: int) -> None:
+    where = torch.tensor(bits)
+    assert torch.equal(from_bits(to_bits(where), len(bits)), where)
+    square = torch.randn(size, size, dtype=torch.float64)
+    square = square + square.T
+    assert torch.equal(from_upper(upper(square), size), square)
+
+
+# --- bounds and privacy, in the loop that simulation and deployment share -----------------------------------------------
+
+
+def test_the_norm_bound_holds_in_a_simulation_too(tmp_path: Path) -> None:
+    free = fl.run([*BASE, f"run.dir={tmp_path / 'free'}", "federated.client_metrics=true", "federated.rounds=1"])
+    norms = sorted(c["norm"] for c in free.metrics[0]["client_metrics"])
+    bound = (norms[-1] + norms[-2]) / 2
+    run = fl.run([*BASE, f"run.dir={tmp_path / 'bound'}", f"server.norm_bound={bound}", "federated.rounds=1"])
+    assert run.summary["refused"] == 1 and run.metrics[0]["clients"] == len(norms) - 1
+
+
+def test_clipping_bounds_every_update(tmp_path: Path) -> None:
+    run = fl.run([*BASE, f"run.dir={tmp_path / 'r'}", "privacy.clip=1e-3", "federated.rounds=2"])
+    assert all(line["client_norm"] == pytest.approx(1e-3, rel=1e-4) for line in run.metrics)
+    assert "epsilon" not in run.summary
+
+
+def test_new_keys_at_rest_leave_a_run_its_name() -> None:
+    plain = identity(compose(BASE))
+    assert identity(compose([*BASE, "deploy.deadline=5", "privacy.delta=1e-6"])) == plain
+    assert identity(compose([*BASE, "privacy.clip=1"])) != plain != identity(compose([*BASE, "server.norm_bound=1"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["privacy.noise=1"], "set privacy.clip as well"),
+        (["privacy.noise=1", "privacy.clip=1", "server.merge=median"], "server.merge=mean"),
+        (["privacy.noise=1", "privacy.clip=1", "federated.algorithm=scaffold"], "fedavg or fedprox"),
+        (["privacy.noise=1", "privacy.clip=1", "federated.client_vectors=true"], "would undo"),
+        (["privacy.noise=-1"], "privacy.noise"),
+        (["privacy.delta=1"], "privacy.delta"),
+        (["deploy.min_fraction=0"], "min_fraction"),
+        (["server.norm_bound=0"], "norm_bound"),
+    ],
+)
+def test_settings_that_make_no_sense(options: list[str], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        compose([*BASE, *options])
+
+
+# --- the server's door -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("client", "path", "status"),
+    [
+        (("127.0.0.1", 5), "/v1/control/start-run", 200),
+        (("::1", 5), "/v1/runtime/pull", 200),
+        (("10.0.0.9", 5), "/v1/fleet/activate-node", 200),
+        (("10.0.0.9", 5), "/health", 200),
+        (("10.0.0.9", 5), "/v1/control/start-run", 403),
+        (("10.0.0.9", 5), "/v1/runtime/pull", 403),
+        (("10.0.0.9", 5), "/v1/fleet/../control/start-run", 403),
+        (("10.0.0.9", 5), "//v1/fleet/x", 403),
+        (("", 5), "/v1/control/start-run", 403),
+        (None, "/v1/control/start-run", 403),
+    ],
+)
+def test_only_sites_come_in_from_outside(client: Any, path: str, status: int) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(SitesOnly(app)({"type": "http", "path": path, "client": client}, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_of_a_federation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x509 = pytest.importorskip("cryptography.x509")
+    from fedlens.cli import main
+
+    folder = tmp_path / "fed"
+    options = ["experiment=fedavg_iid", "federated.clients=4"]
+    assert main(["federate", "init", str(folder), "--sites", "2", "--address", "fed.example.org:9000", *options]) == 0
+    assert "fedlens federate server" in capsys.readouterr().out
+    assert json.loads((folder / "sites/1/site.json").read_text()) == {"address": "fed.example.org:9000", "number": 1, "of": 2}
+    secret = [folder / "server/server.key", folder / "sites/0/key", folder / "sites/1/key"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secret)
+    assert len({path.read_bytes() for path in secret}) == 3
+    assert not list(folder.rglob("ca.key"))
+    own = x509.load_pem_x509_certificate((folder / "server/server.pem").read_bytes())
+    root = x509.load_pem_x509_certificate((folder / "server/ca.crt").read_bytes())
+    own.verify_directly_issued_by(root)
+    names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fed.example.org", "localhost"]
+    assert sorted(p.name for p in (folder / "app").rglob("*") if p.is_file()) == [
+        "__init__.py",
+        "client_app.py",
+        "pyproject.toml",
+        "server_app.py",
+    ]
+    assert main(["federate", "init", str(folder), *options]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["init", "x", "experiment=centralized"], "has no clients"),
+        (["init", "x", "--sites", "9", "experiment=fedavg_iid", "federated.clients=3"], "--sites"),
+        (["init", "x", "--address", "nowhere"], "HOST:PORT"),
+        (["init", "x", "federated.nothing=1"], "federated.nothing"),
+        (["server", "x"], "no federation"),
+        (["client", "x"], "no site's folder"),
+    ],
+)
+def test_commands_refuse_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
+    from fedlens.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["federate", *words]) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_sites_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.engine.flower import launch
+
+    monkeypatch.setattr(launch, "program", lambda name: f"/bin/{name}")
+    (tmp_path / "site.json").write_text(json.dumps({"address": "h:1", "number": 1, "of": 3}))
+    command = launch.client_command(tmp_path, own_data=True, address="g:2", overrides=["data.root=/my data"])
+    assert command[0] == "/bin/flower-supernode" and command[command.index("--superlink") + 1] == "g:2"
+    assert "--insecure" not in command and command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "key")
+    config = command[command.index("--node-config") + 1]
+    assert config == "partition-id=1 num-partitions=3 own-data=true overrides=\"'data.root=/my data'\""
+    with pytest.raises(UserError, match="the rest is the server's to say"):
+        launch.client_command(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])
