@@ -101,6 +101,7 @@ def serve(grid: Grid, context: Context) -> None:
     try:
         config = compose(shlex.split(str(given.get("overrides", ""))))
         config.run.if_exists, config.run.progress = "resume", False
+        config.run.checkpoint_minutes = 0.0  # rounds are dear here: each is kept
         config.run.dir = config.run.dir or str(given.get("run-dir") or Path.cwd() / "run")
         run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid)))
     except UserError as error:

@@ -124,8 +124,10 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     host, port = split_address((keys / "address").read_text().strip())
     given = _app_config(folder / "app" / "pyproject.toml")
     texts = [*shlex.split(given["overrides"]), *overrides]
-    compose(texts)  # what is wrong is told here, before anything starts
-    summary = Path(given["run-dir"]) / "summary.json"
+    config = compose(texts)  # what is wrong is told here, before anything starts
+    run = Path(config.run.dir or given["run-dir"]).resolve()
+    texts = [text for text in texts if not text.startswith("run.dir=")]
+    summary = run / "summary.json"
     if summary.is_file():
         return _told(summary)
     env = environment(keys / "flwr")
@@ -136,8 +138,8 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     with superlink(keys, host, port, env, simulate=simulate):
         sites = len(_public(keys))
         print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
-        config = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(given['run-dir'])}"
-        command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", config]
+        told = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(str(run))}"
+        command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", told]
         if simulate:
             command += ["--federation-config", f"num-supernodes={sites} client-resources-num-cpus=1"]
         with _child(command, env) as flwr:

@@ -1,0 +1,485 @@
+"""fedlens on Flower, with Flower: its simulation, and a SuperLink with SuperNodes as separate processes on loopback. `make test-flower`."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
+
+import fedlens as fl
+from fedlens.engine.flower.keys import make_site_key
+from fedlens.engine.flower.launch import client_command, environment, free_port, init
+from fedlens.training.execute import Run
+
+ROOT = Path(__file__).parents[1]
+HERE = ["data=fashion_mini", "device=cpu", "run.progress=false"]
+SMALL = [
+    *HERE,
+    *("experiment=fedavg_iid", "federated.clients=3", "federated.participation=1", "federated.local_steps=1"),
+    *("optim.batch_size=4", "federated.eval_every=100", "deploy.wait=90"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every process that a test starts, as in its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def fedlens(*words: object) -> list[str]:
+    return [sys.executable, "-m", "fedlens", *map(str, words)]
+
+
+class Deployment:
+    """A federation on loopback: processes by name, each with its log and a process group of its own."""
+
+    def __init__(self, folder: Path, sites: int, overrides: Sequence[str]) -> None:
+        self.folder, self.sites, self.port = folder, sites, free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        init(folder, sites=sites, address=f"127.0.0.1:{self.port}", overrides=overrides)
+
+    def start(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **options)
+        return self.processes[name]
+
+    def site(self, k: int, *words: object) -> None:
+        self.start(f"site{k}", fedlens("federate", "client", self.folder / "sites" / str(k), *words))
+
+    def server(self, *words: object) -> None:
+        self.start("server", fedlens("federate", "server", self.folder, *words))
+
+    def kill(self, name: str) -> None:
+        os.killpg(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].wait()
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        with suppress(OSError, ValueError):
+            return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+        return []
+
+    def run_log(self) -> str:
+        path = self.folder / "run/log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = 150) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > end:
+                logs = "\n".join(f"--- {name}\n{self.log(name)[-1500:]}" for name in self.processes)
+                pytest.fail(f"{what}: not within {seconds} s\n{logs}\n{self.run_log()[-2000:]}")
+            time.sleep(0.2)
+
+    def finished(self, seconds: float = 300) -> Run:
+        self.until(lambda: self.processes["server"].poll() is not None, "the server's end", seconds)
+        assert self.processes["server"].returncode == 0, self.log("server")[-3000:] + self.run_log()[-2000:]
+        return fl.load_run(self.folder / "run")
+
+
+@contextmanager
+def deployment(folder: Path, sites: int, overrides: Sequence[str]) -> Iterator[Deployment]:
+    found = Deployment(folder, sites, overrides)
+    try:
+        yield found
+    finally:
+        for process in found.processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for name, process in found.processes.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            if process.poll() is None:
+                found.kill(name)
+
+
+class Counted:
+    """Bytes that pass between sites and server, counted by a relay on the transport."""
+
+    def __init__(self, target: int) -> None:
+        self.up = self.down = 0
+        self.target, self.port = target, free_port()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(asyncio.start_server(self._handle, "127.0.0.1", self.port))
+        self.loop.run_forever()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                self.up, self.down = self.up + len(data) * up, self.down + len(data) * (not up)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._pump(reader, there[1], True), self._pump(there[0], writer, False))
+
+
+def distance(a: Run, b: Run) -> float:
+    return max(float((a.state[n] - t).double().norm() / t.double().norm().clamp(min=1e-12)) for n, t in b.state.items())
+
+
+# --- parity, and bytes on the wire ----------------------------------------------------------------------------------------
+
+EXPERIMENTS = {
+    "dense": ["experiment=fedavg_iid", "federated.rounds=5"],
+    "sparse": ["experiment=fedavg_iid_sparse", "federated.rounds=5", "mask.density=0.1"],
+}
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run, Run, Counted]]:
+    """The embedded default, dense and sparse: (sequential engine, Flower's simulation, SuperLink and three SuperNodes), and its bytes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = {}
+    for name, options in EXPERIMENTS.items():
+        base = tmp_path_factory.mktemp(name)
+        here = fl.run([*HERE, *options, "federated.engine=sequential", f"run.dir={base / 'here'}"])
+        with deployment(base / "federation", 3, [*HERE, *options, "federated.engine=sequential"]) as d:
+            relay = Counted(d.port)
+            for k in range(3):
+                d.site(k, "--address", f"127.0.0.1:{relay.port}")
+            d.server()
+            apart = d.finished()
+            d.server("--simulate", f"run.dir={base / 'simulated'}")
+            d.finished()
+        found[name] = (here, fl.load_run(base / "simulated"), apart, relay)
+    return found
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_sequential_engine_flower_simulation_and_deployment_give_the_same_parameters(
+    deployed: dict[str, tuple[Run, Run, Run, Counted]], name: str
+) -> None:
+    here, simulated, apart, _ = deployed[name]
+    assert here.summary["rounds"] == simulated.summary["rounds"] == apart.summary["rounds"] == 5
+    assert (here.task_vector()).norm() > 0.01
+    for run in (simulated, apart):
+        assert distance(run, here) <= 1e-5
+        assert run.mask == here.mask
+        assert run.summary["test_accuracy"] == here.summary["test_accuracy"]
+
+
+def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: dict[str, tuple[Run, Run, Run, Counted]]) -> None:
+    """Counted at the transport: TLS, HTTP, polling, head and all."""
+    dense, sparse = deployed["dense"][3], deployed["sparse"][3]
+    print(f"uploads on the wire: dense {dense.up:,} bytes, sparse {sparse.up:,}: {100 * sparse.up / dense.up:.2f} %")
+    assert sparse.up <= 0.12 * dense.up
+    for name in deployed:
+        *_, run, relay = deployed[name]
+        assert run.summary["bytes_up"] <= relay.up <= 1.05 * run.summary["bytes_up"] + 10**6  # what the metrics say is what travelled
+        assert run.summary["bytes_down"] <= 1.02 * relay.down
+
+
+# --- faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Path) -> None:
+    """Both in one federation: the round goes on without the site, the run goes on after the server, and nothing is lost."""
+    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=5", "deploy.deadline=25", "deploy.min_fraction=0.5"]) as d:
+        for k in range(3):
+            d.site(k)
+        d.server()
+        d.until(lambda: len(d.metrics) >= 1, "a first round")
+        asked = d.log("site1").count("train.update")
+        d.until(lambda: d.log("site1").count("train.update") > asked, "a second round at site 1")
+        d.kill("site1")
+        d.until(lambda: len(d.metrics) >= 2, "the round without site 1")
+        assert "nothing from site" in d.run_log()
+        d.kill("server")
+        before = d.metrics
+        time.sleep(3)  # its children notice
+        assert d.metrics[: len(before)] == before
+        d.site(1)
+        d.server()
+        run = d.finished()
+        clients = [line["clients"] for line in run.metrics]
+        assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
+        assert clients[0] == clients[-1] == 3 and 2 in clients
+        assert "resuming at round" in d.run_log()
+        assert run.summary["dropped"] == sum(3 - c for c in clients)
+
+
+def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    options = [
+        *SMALL,
+        "experiment=fedavg_iid_sparse",
+        "mask.strategy=random",
+        "federated.rounds=4",
+        "server.optimizer=adam",
+        "server.lr=0.001",
+    ]
+    here = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'here'}"])
+    with deployment(tmp_path / "f", 3, [*options, "federated.engine=sequential"]) as d:
+        for k in range(3):
+            d.site(k)
+        d.server()
+        d.until(lambda: len(d.metrics) >= 2, "two rounds")
+        d.kill("server")
+        d.server()
+        run = d.finished()
+    assert [line["round"] for line in run.metrics] == [1, 2, 3, 4]
+    assert distance(run, here) <= 1e-5
+
+
+EVIL = '''
+"""A site that does as its node's configuration says."""
+import torch
+from fedlens.engine.flower import apps, node
+from fedlens.engine.flower.apps import client_app as app
+from fedlens.engine.flower.wire import Parcel
+from safetensors.torch import load
+
+honest, place_of, evil = apps.answer, apps.place_of, {}
+
+def remember(context):
+    evil["now"] = str(context.node_config.get("evil", ""))
+    return place_of(context)
+
+def answer(operation, asked, place, memory):
+    reply = honest(operation, asked, place, memory)
+    if operation != "update" or not evil["now"]:
+        return reply
+    found = load(reply.tensors)
+    if evil["now"] == "nan":
+        found["deltas"][0, 7] = float("nan")
+    elif evil["now"] == "shape":
+        found["deltas"] = found["deltas"][:, 1:].contiguous()
+    elif evil["now"] == "huge":
+        found["deltas"] *= 1e9
+    elif evil["now"] == "garbage":
+        return Parcel({}, b"\\x80\\x04garbage" * 1000)
+    return Parcel.of({}, found)
+
+apps.place_of, apps.answer = remember, answer
+'''
+
+
+def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
+    kinds = ["", "", "nan", "shape", "huge", "garbage"]
+    options = [*SMALL, "federated.clients=6", "federated.rounds=2", "server.norm_bound=100", "deploy.min_fraction=0.3"]
+    with deployment(tmp_path / "f", 6, options) as d:
+        (d.folder / "app/federation/client_app.py").write_text(EVIL)
+        for k, kind in enumerate(kinds):
+            command = client_command(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
+            command[command.index("--node-config") + 1] += f' evil="{kind}"' if kind else ""
+            d.start(f"site{k}", command, env=environment(d.folder / "sites" / str(k) / "flwr"))
+        d.server()
+        run = d.finished()
+    assert [line["clients"] for line in run.metrics] == [2, 2]
+    assert run.summary["nonfinite"] == 2 and run.summary["refused"] == 6 and run.summary["dropped"] == 0
+    log = (run.path / "log.txt").read_text()
+    for line in (
+        "client 2 is not finite",
+        r"deltas is float32 \[1, ",
+        "client 4 has norm .* server.norm_bound is 100; refused",
+        "not safetensors",
+    ):
+        assert len(re.findall(line, log)) == 2, (line, log)
+    assert all(bool(t.isfinite().all()) for t in run.state.values()) and float(run.task_vector().norm()) < 10
+    honest = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'all'}"])
+    assert run.summary["ridge"]["lambda"] == honest.summary["ridge"]["lambda"]
+    assert run.summary["test_accuracy"] == pytest.approx(honest.summary["test_accuracy"], abs=0.05)
+
+
+# --- outsiders -----------------------------------------------------------------------------------------------------------
+
+
+def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
+    """Sites with another key, no key, another authority, no TLS; a run started from another address; and then the three that belong."""
+    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=1"]) as d:
+        d.server()
+        d.until(lambda: "sites may join" in d.log("server"), "the server")
+        good = client_command(d.folder / "sites/0", own_data=False, address=None, overrides=[])
+        make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
+        other = tmp_path / "elsewhere"
+        init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
+        key = good.index("--auth-supernode-private-key")
+        tries = {
+            "wrong key": ([*good[: key + 1], str(tmp_path / "stranger"), *good[key + 2 :]], "2004|Failed to activate"),
+            "no key": ([*good[:key], *good[key + 2 :]], "2001|[Aa]uthent|Failed to"),
+            "wrong authority": (_with(good, "--root-certificates", other / "server/ca.crt"), "CERTIFICATE_VERIFY_FAILED|certificate"),
+            "plain text": (
+                [*_without(_without(good, "--root-certificates"), "--auth-supernode-private-key"), "--insecure"],
+                "failed|unavailable|disconnected|Failed",
+            ),
+        }
+        for name, (command, _) in tries.items():
+            own = [*_with(command, "--port", free_port()), "--max-retries", "2"]
+            d.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
+        for name, (_, why) in tries.items():
+            d.until(lambda name=name: d.processes[name].poll() is not None, f"{name}: its end", 120)  # type: ignore[misc]
+            assert d.processes[name].returncode != 0, name
+            assert re.search(why, d.log(name)), (name, d.log(name)[-1500:])
+        d.until(lambda: "0 of 3 clients are there, at 0 sites" in d.run_log(), "the server's count")
+        _door_is_closed(d)
+        for k in range(3):
+            d.site(k)
+        run = d.finished()
+        assert run.metrics[0]["clients"] == 3
+
+
+def _without(command: Sequence[str], option: str) -> list[str]:
+    at = list(command).index(option)
+    return [*command[:at], *command[at + 2 :]]
+
+
+def _with(command: Sequence[str], option: str, value: object) -> list[str]:
+    return [*_without(command, option), option, str(value)]
+
+
+def _door_is_closed(d: Deployment) -> None:
+    """Plain HTTP gets nothing; over TLS what starts runs is there for this machine (here: a loopback address)."""
+    with pytest.raises((urllib.error.URLError, OSError)):
+        urllib.request.urlopen(f"http://127.0.0.1:{d.port}/health", timeout=5)
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
+        urllib.request.urlopen(f"https://127.0.0.1:{d.port}/health", timeout=5)
+    with socket.socket() as probe:
+        assert probe.connect_ex((_address(), d.port)) != 0 or _address().startswith("127.")  # a local trial listens on loopback alone
+
+
+def _address() -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+@pytest.mark.skipif(_address().startswith("127."), reason="this machine has no address but loopback")
+def test_from_another_address_only_what_sites_need_is_answered(tmp_path: Path) -> None:
+    from fedlens.engine.flower.launch import superlink
+
+    folder = tmp_path / "f"
+    init(folder, sites=1, address=f"{_address()}:{free_port()}", overrides=SMALL)
+    keys = folder / "server"
+    port = int((keys / "address").read_text().split(":")[1])
+    context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+    with superlink(keys, _address(), port, environment(keys / "flwr")):
+        for host, path, status in (
+            ("127.0.0.1", "/v1/control/list-runs", (400, 415, 422, 500, 200)),
+            (_address(), "/v1/control/list-runs", (403,)),
+            (_address(), "/v1/control/start-run", (403,)),
+            (_address(), "/health", (200,)),
+            (_address(), "/v1/fleet/activate-node", (400, 401, 412, 415, 422, 500)),
+        ):
+            request = urllib.request.Request(f"https://{host}:{port}{path}", data=None if path == "/health" else b"", method=None)
+            try:
+                found = urllib.request.urlopen(request, timeout=10, context=context).status
+            except urllib.error.HTTPError as error:
+                found = error.code
+            assert found in status, (host, path, found)
+
+
+# --- privacy -------------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
+    """Against Balle and Wang's exact formula for one Gaussian mechanism; k of them are one with the noise divided by sqrt(k)."""
+    from math import erf, exp, sqrt
+
+    from fedlens.training.privacy import epsilon
+
+    def delta(eps: float, noise: float) -> float:
+        def phi(x: float) -> float:
+            return (1 + erf(x / sqrt(2))) / 2
+
+        return phi(1 / (2 * noise) - eps * noise) - exp(eps) * phi(-1 / (2 * noise) - eps * noise)
+
+    for noise, rounds in ((1.0, 1), (2.0, 10), (5.0, 100)):
+        found = epsilon(noise, rounds, 1e-5)
+        low, high = 0.0, 100.0
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if delta(middle, noise / sqrt(rounds)) > 1e-5 else (low, middle)
+        assert low <= found <= 1.25 * low + 0.2  # never less than the truth; Rényi accounting is a little above it
+    assert epsilon(1.0, 0, 1e-5) == 0.0
+
+
+def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path) -> None:
+    options = [*SMALL, "privacy.clip=0.01", "privacy.noise=2", "federated.rounds=3", "federated.eval_every=1", "run.keep_last=9"]
+    first, second = (fl.run([*options, f"run.dir={tmp_path / name}"]) for name in "ab")
+    plain = fl.run([*SMALL, "privacy.clip=0.01", "federated.rounds=3", f"run.dir={tmp_path / 'plain'}"])
+    assert distance(first, second) > 1e-4  # the same seed, another secret
+    size = first.summary["trainable_parameters"]
+    moved = first.metrics[0]["update_norm"]
+    assert moved == pytest.approx((size**0.5) * 2 * 0.01 / 3, rel=0.05) and moved > 10 * plain.metrics[0]["update_norm"]
+    assert [line["epsilon"] for line in first.metrics] == sorted(line["epsilon"] for line in first.metrics)
+    assert first.summary["epsilon"] == first.metrics[-1]["epsilon"] > 0 and first.summary["delta"] == 1e-5
+    assert oct((first.path / "secret").stat().st_mode)[-3:] == "600"
+    for name in ("summary.json", "model.safetensors"):
+        (first.path / name).unlink()
+    before = {name: tensor.clone() for name, tensor in second.state.items()}
+    for step in (2, 3):
+        shutil.rmtree(next((first.path / "checkpoints").glob(f"step-*{step}")))
+    again = fl.load_run(first.path).resume()
+    assert again.metrics[-1]["epsilon"] == again.summary["epsilon"] and len(again.metrics) == 3
+    assert before.keys() == again.state.keys()
+    assert again.metrics[0]["update_norm"] == moved
+
+
+# --- the page ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_how_to_page_word_for_word(tmp_path: Path) -> None:
+    """Every command of its first three chapters, sites in the background as in terminals of their own, then its Python."""
+    page = (ROOT / "docs/howto/deploy.md").read_text()
+    part = page[page.index("## 1. In one process") : page.index("## When something fails")]
+    fences = re.findall(r"^```(\w+)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 9092)) == 0:
+            pytest.skip("port 9092 is taken here")
+    env = {**os.environ, "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"], "PYTHONPATH": ""}
+    sites: list[subprocess.Popen[bytes]] = []
+    try:
+        for line in (line for language, text in fences if language == "bash" for line in text.splitlines()):
+            words = shlex.split(line)
+            if words[1:3] == ["federate", "client"]:
+                with (tmp_path / f"site{len(sites)}.log").open("wb") as log:
+                    sites.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True))
+            else:
+                done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+                assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
+        assert len(sites) == 3
+        python = "\n".join(text for language, text in fences if language == "python")
+        said = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    finally:
+        for site in sites:
+            with suppress(ProcessLookupError):
+                os.killpg(site.pid, signal.SIGKILL)
+    rows = [line.split() for line in said.splitlines()]
+    assert [row[0] for row in rows] == ["simulated", "federation/simulated", "federation/run"]
+    assert len({row[1] for row in rows}) == 1 and all(abs(float(row[3].strip("tensor()"))) < 1e-5 for row in rows)
+
+
+assert torch.get_num_threads() == 1
