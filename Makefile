@@ -1,9 +1,11 @@
 # The two commands: `make demo` and `make test`. Each makes .venv, installs what constraints.txt pins, and does its job.
+# `make test` also makes .venv-flower, for the tests that run on Flower: it needs older versions of a few packages.
 PYTHON ?= python3
 BIN := .venv/bin
+FLOWER := .venv-flower/bin
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: demo test test-gpu docs install clean
+.PHONY: demo test test-flower test-gpu docs install clean
 
 demo: .venv/core.done
 	$(BIN)/fedlens demo
@@ -13,6 +15,11 @@ test: .venv/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+	$(MAKE) test-flower
+
+# SuperLink, SuperNodes and Flower's simulation as processes on loopback
+test-flower: .venv-flower/done
+	$(FLOWER)/python -m pytest tests/test_flower.py
 
 # on a machine with a GPU and torch already there: make test-gpu PYTHON=python3
 test-gpu:
@@ -34,5 +41,10 @@ install: .venv/core.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,hf,mlflow,notebooks,search,tensorboard,wandb]'
 	touch $@ .venv/core.done
 
+.venv-flower/done: pyproject.toml constraints-flower.txt
+	test -x $(FLOWER)/python || $(PYTHON) -m venv .venv-flower
+	$(FLOWER)/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e '.[flower]' pytest
+	touch $@
+
 clean:
-	rm -rf .venv demo runs studies report site build dist
+	rm -rf .venv .venv-flower demo runs studies report site build dist

@@ -21,7 +21,7 @@ import fedlens as fl
 from fedlens.config import compose, identity, to_yaml
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
-from fedlens.engine.flower.superlink import SitesOnly
+from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Parcel, Refused, from_bits, from_upper, to_bits, upper
 from fedlens.errors import UserError
 from fedlens.training.execute import Run, execute
@@ -79,6 +79,11 @@ def same(a: Run, b: Run) -> bool:
     return all(torch.equal(a.state[name], tensor) for name, tensor in b.state.items())
 
 
+def close(a: Run, b: Run) -> bool:
+    """Sites add their clients' ridge sums up before the server does: in float64, but not in its order."""
+    return all(float((a.state[name] - tensor).norm()) <= 1e-6 * float(tensor.norm()) for name, tensor in b.state.items())
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,13 +102,14 @@ def same(a: Run, b: Run) -> bool:
 def test_sites_apart_train_what_one_process_trains(tmp_path: Path, options: list[str]) -> None:
     here = fl.run([*BASE, *options, f"run.dir={tmp_path / 'here'}"])
     apart = federate(tmp_path / "apart", Wire(), *options)
-    assert same(here, apart) and here.mask == apart.mask
+    assert close(here, apart) and here.mask == apart.mask
     keys = ("val_accuracy", "test_accuracy", "best_round", "dropped", "nonfinite", "refused")
     assert {k: here.summary[k] for k in keys} == {k: apart.summary[k] for k in keys}
     drop = {"seconds", "round_seconds", "bytes_up", "bytes_down"}
-    assert [{k: v for k, v in m.items() if k not in drop} for m in here.metrics] == [
-        {k: v for k, v in m.items() if k not in drop} for m in apart.metrics
-    ]
+    for mine, theirs in zip(here.metrics, apart.metrics, strict=True):
+        assert {k: v for k, v in theirs.items() if k not in drop} == pytest.approx(
+            {k: v for k, v in mine.items() if k not in drop}, rel=1e-4
+        )
     assert apart.summary["engine"] == "flower"
 
 
@@ -439,6 +445,12 @@ def test_clipping_bounds_every_update(tmp_path: Path) -> None:
     assert "epsilon" not in run.summary
 
 
+def test_secure_aggregation_needs_somebody_to_hide_from(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"privacy\.secure_aggregation: true given"):
+        fl.run([*BASE, "privacy.secure_aggregation=true", f"run.dir={tmp_path / 'r'}"])
+    assert not (tmp_path / "r").exists()
+
+
 def test_new_keys_at_rest_leave_a_run_its_name() -> None:
     plain = identity(compose(BASE))
     assert identity(compose([*BASE, "deploy.deadline=5", "privacy.delta=1e-6"])) == plain
@@ -453,6 +465,10 @@ def test_new_keys_at_rest_leave_a_run_its_name() -> None:
         (["privacy.noise=1", "privacy.clip=1", "federated.algorithm=scaffold"], "fedavg or fedprox"),
         (["privacy.noise=1", "privacy.clip=1", "federated.client_vectors=true"], "would undo"),
         (["privacy.noise=-1"], "privacy.noise"),
+        (["privacy.secure_aggregation=true", "server.merge=ties"], "only a mean is learned"),
+        (["privacy.secure_aggregation=true", "federated.algorithm=scaffold"], "only a mean is learned"),
+        (["privacy.secure_aggregation=true", "server.norm_bound=1"], "server.norm_bound: looks at single updates"),
+        (["privacy.secure_aggregation=true", "federated.client_metrics=true"], "federated.client_metrics: looks at single updates"),
         (["privacy.delta=1"], "privacy.delta"),
         (["deploy.min_fraction=0"], "min_fraction"),
         (["server.norm_bound=0"], "norm_bound"),
@@ -546,15 +562,14 @@ def test_commands_refuse_in_one_line(
     assert why in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_sites_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sites_options(tmp_path: Path) -> None:
     from fedlens.engine.flower import launch
 
-    monkeypatch.setattr(launch, "program", lambda name: f"/bin/{name}")
     (tmp_path / "site.json").write_text(json.dumps({"address": "h:1", "number": 1, "of": 3}))
-    command = launch.client_command(tmp_path, own_data=True, address="g:2", overrides=["data.root=/my data"])
-    assert command[0] == "/bin/flower-supernode" and command[command.index("--superlink") + 1] == "g:2"
+    command = launch.client_options(tmp_path, own_data=True, address="g:2", overrides=["data.root=/my data"])
+    assert command[command.index("--superlink") + 1] == "g:2"
     assert "--insecure" not in command and command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "key")
     config = command[command.index("--node-config") + 1]
     assert config == "partition-id=1 num-partitions=3 own-data=true overrides=\"'data.root=/my data'\""
     with pytest.raises(UserError, match="the rest is the server's to say"):
-        launch.client_command(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])
+        launch.client_options(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])

@@ -27,7 +27,7 @@ pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 
 import fedlens as fl
 from fedlens.engine.flower.keys import make_site_key
-from fedlens.engine.flower.launch import client_command, environment, free_port, init
+from fedlens.engine.flower.launch import client_options, environment, free_port, init
 from fedlens.training.execute import Run
 
 ROOT = Path(__file__).parents[1]
@@ -208,7 +208,7 @@ def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: di
 
 def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Path) -> None:
     """Both in one federation: the round goes on without the site, the run goes on after the server, and nothing is lost."""
-    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=5", "deploy.deadline=25", "deploy.min_fraction=0.5"]) as d:
+    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=5", "deploy.deadline=15", "deploy.min_fraction=0.5"]) as d:
         for k in range(3):
             d.site(k)
         d.server()
@@ -246,11 +246,11 @@ def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(t
         for k in range(3):
             d.site(k)
         d.server()
-        d.until(lambda: len(d.metrics) >= 2, "two rounds")
+        d.until(lambda: len(d.metrics) >= 1, "a round")
         d.kill("server")
         d.server()
         run = d.finished()
-    assert [line["round"] for line in run.metrics] == [1, 2, 3, 4]
+    assert [line["round"] for line in run.metrics] == [1, 2, 3]
     assert distance(run, here) <= 1e-5
 
 
@@ -293,9 +293,9 @@ def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
     with deployment(tmp_path / "f", 6, options) as d:
         (d.folder / "app/federation/client_app.py").write_text(EVIL)
         for k, kind in enumerate(kinds):
-            command = client_command(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
+            command = client_options(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
             command[command.index("--node-config") + 1] += f' evil="{kind}"' if kind else ""
-            d.start(f"site{k}", command, env=environment(d.folder / "sites" / str(k) / "flwr"))
+            d.start(f"site{k}", ["flower-supernode", *command], env=environment(d.folder / "sites" / str(k) / "flwr"))
         d.server()
         run = d.finished()
     assert [line["clients"] for line in run.metrics] == [2, 2]
@@ -322,7 +322,7 @@ def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
     with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=1"]) as d:
         d.server()
         d.until(lambda: "sites may join" in d.log("server"), "the server")
-        good = client_command(d.folder / "sites/0", own_data=False, address=None, overrides=[])
+        good = client_options(d.folder / "sites/0", own_data=False, address=None, overrides=[])
         make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
         other = tmp_path / "elsewhere"
         init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
@@ -337,7 +337,7 @@ def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
             ),
         }
         for name, (command, _) in tries.items():
-            own = [*_with(command, "--port", free_port()), "--max-retries", "2"]
+            own = ["flower-supernode", *_with(command, "--port", free_port()), "--max-retries", "2"]
             d.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
         for name, (_, why) in tries.items():
             d.until(lambda name=name: d.processes[name].poll() is not None, f"{name}: its end", 120)  # type: ignore[misc]
@@ -371,8 +371,10 @@ def _door_is_closed(d: Deployment) -> None:
 
 
 def _address() -> str:
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
+    """This machine's address on a network, if it has one; nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 9))
+        return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
@@ -446,6 +448,22 @@ def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path)
     assert again.metrics[-1]["epsilon"] == again.summary["epsilon"] and len(again.metrics) == 3
     assert before.keys() == again.state.keys()
     assert again.metrics[0]["update_norm"] == moved
+
+
+def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path) -> None:
+    """Flower's SecAgg+ on the active coordinates: the parameters of the open run but for the rounding of the protocol's integers."""
+    options = [*SMALL, "experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.clients=5", "federated.rounds=2", "optim.lr=0.05"]
+    here = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'here'}"])
+    with deployment(tmp_path / "f", 3, [*options, "privacy.secure_aggregation=true", "privacy.range=0.05"]) as d:
+        d.server("--simulate")
+        run = d.finished()
+    moved = here.task_vector()
+    assert float((run.task_vector() - moved).norm()) < 1e-3 * float(moved.norm()) > 0
+    assert [line["clients"] for line in run.metrics] == [5, 5]
+    assert not {"cosine", "sign_conflict", "client_norm", "drift_ratio"} & set(run.metrics[0])
+    assert run.metrics[1]["train_loss"] == pytest.approx(here.metrics[1]["train_loss"], rel=1e-3)
+    vectors = 2 * 3 * 8 * run.summary["trainable_parameters"]  # eight bytes a number, one vector a site and round
+    assert vectors < run.summary["bytes_up"] < 1.3 * vectors + 10**6
 
 
 # --- the page ------------------------------------------------------------------------------------------------------------

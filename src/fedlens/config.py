@@ -142,6 +142,8 @@ class PrivacyConfig:
     clip: float | None = None  # every update is shortened to this norm; null: not
     noise: float = 0.0  # standard deviation of the noise on the sum of updates, as a multiple of `clip`
     delta: float = 1e-5
+    secure_aggregation: bool = False  # of a deployment: the server learns the mean of the updates and none of them (SecAgg+)
+    range: float = 0.1  # of secure aggregation: entries of an update beyond ± this are cut off
 
 
 @dataclass
@@ -254,6 +256,7 @@ CHECKS: list[Check] = [
     ("privacy.clip", lambda v: v is None or 0 < v < float("inf"), "> 0 or null"),
     ("privacy.noise", lambda v: 0 <= v < float("inf"), ">= 0"),
     ("privacy.delta", lambda v: 0 < v < 1, "0 < delta < 1"),
+    ("privacy.range", lambda v: 0 < v < float("inf"), "> 0"),
     ("deploy.wait", lambda v: v >= 0, ">= 0"),
     ("deploy.deadline", lambda v: v > 0, "> 0"),
     ("deploy.min_fraction", lambda v: 0 < v <= 1, "0 < min_fraction <= 1"),
@@ -307,6 +310,13 @@ def validate(config: Config) -> Config:
         raise UserError("privacy.noise: its accounting holds for server.merge=mean and federated.algorithm=fedavg or fedprox only")
     if config.privacy.noise and config.federated.client_vectors:
         raise UserError("federated.client_vectors: keeping each client's part would undo what privacy.noise is for")
+    if config.privacy.secure_aggregation:
+        if config.server.merge != "mean" or config.federated.algorithm not in ("fedavg", "fedprox"):
+            raise UserError("privacy.secure_aggregation: only a mean is learned; allowed with server.merge=mean and fedavg or fedprox")
+        for key in ("privacy.clip", "server.norm_bound", "federated.client_vectors", "federated.client_metrics"):
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name):
+                raise UserError(f"{key}: looks at single updates, which privacy.secure_aggregation hides from the server")
     if config.model.freeze_head and config.model.freeze_backbone:
         raise UserError("model.freeze_head: with model.freeze_backbone nothing is left to train")
     return config
@@ -425,6 +435,7 @@ LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, an
     ("server", "norm_bound", None),
     ("privacy", "clip", None),
     ("privacy", "noise", 0.0),
+    ("privacy", "secure_aggregation", False),
 ]
 NOT_KNOWN_BY = ("run", "device", "deploy")  # sections that change nothing of the result
 
@@ -441,7 +452,7 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     for section, key, neutral in LATER:
         if (plain.get(section) or {}).get(key) == neutral:
             plain[section].pop(key, None)
-    if set(plain.get("privacy") or {}) <= {"delta"}:  # without noise there is nothing to account for
+    if set(plain.get("privacy") or {}) <= {"delta", "range"}:  # nothing is asked for
         plain.pop("privacy", None)
     return plain
 

@@ -21,7 +21,7 @@ def _server(args: argparse.Namespace) -> int:
 def _client(args: argparse.Namespace) -> int:
     from fedlens.engine.flower.launch import client
 
-    return client(Path(args.site), own_data=args.own_data, address=args.address, overrides=args.overrides)
+    return client(Path(args.site), own_data=args.own_data, address=args.address, patience=args.patience, overrides=args.overrides)
 
 
 def register(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -68,3 +68,4 @@ def register(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> 
     )
     c.add_argument("--own-data", action="store_true", help="the training data found here is this site's own, all of it")
     c.add_argument("--address", help="of the server, where it differs from the folder's")
+    c.add_argument("--patience", type=float, default=180.0, help="seconds to go on trying where the site is not let in (default: 180)")

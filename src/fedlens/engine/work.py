@@ -54,6 +54,7 @@ class Update:
     steps: int
     delta: Tensor  # [P]
     loss: Tensor  # mean training loss over its steps
+    clients: int = 1  # that it stands for: under secure aggregation their mean is all that comes
 
 
 class Engine(Protocol):

@@ -117,6 +117,8 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
     is_federated = config.experiment.startswith("fed")
     if not is_federated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"experiment: {config.experiment} is one process; torchrun is for the federated ones")
+    if config.privacy.secure_aggregation and clients is None:
+        raise UserError("privacy.secure_aggregation: true given, allowed is false in one process, where there is nobody to hide from")
     bench = set_up(config)
     shards = federated.make_shards(bench) if is_federated and clients is None else []
     keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}

@@ -169,14 +169,15 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 delta = update.delta if scale == 1.0 else update.delta * scale
                 sums.add(delta, norm * scale, private.weight(update.samples), loss)
                 kept = delta if keeps_rows else None  # in memory of its own: see needs_all
-                arrived.append(Arrived(update.client, update.samples, update.steps, kept))
+                arrived.append(Arrived(update.client, update.samples, update.steps, kept, update.clients))
                 details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
             algorithm.end_round()
             if not needs_all:
                 sums, arrived, nonfinite = ranks.all_sums(sums, space.size), ranks.joined(arrived), sum(ranks.joined([nonfinite]))
                 details, refused = ranks.joined(details), sum(ranks.joined([refused]))
             refused += traffic.refused
-            counts["dropped"] += max(0, len(present) - len(arrived) - nonfinite - refused)  # of a deployment: those who did not answer
+            answered = sum(a.clients for a in arrived)
+            counts["dropped"] += max(0, len(present) - answered - nonfinite - refused)  # of a deployment: those who did not answer
             counts["nonfinite"] += nonfinite
             counts["refused"], traffic.refused = counts["refused"] + refused, 0
 
@@ -197,9 +198,15 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             round_ += 1
 
             # --- what there is to say; validation every few rounds and at the end
-            line: dict[str, Any] = {"step": round_, "round": round_, "lr": lr, **sums.metrics(), "update_norm": moved}
+            line: dict[str, Any] = {
+                "step": round_,
+                "round": round_,
+                "lr": lr,
+                **(sums.metrics() if answered == len(arrived) else {"train_loss": sums.loss / sums.weight}),
+                "update_norm": moved,
+            }
             line |= private.spent()
-            line |= {"clients": sums.count, "nonfinite": nonfinite, "bytes_up": traffic.up, "bytes_down": traffic.down}
+            line |= {"clients": answered, "nonfinite": nonfinite, "bytes_up": traffic.up, "bytes_down": traffic.down}
             if fed.client_metrics:
                 line["client_metrics"] = details
             score = None
@@ -265,6 +272,7 @@ class Arrived:
     samples: int
     steps: int
     delta: Any
+    clients: int = 1
 
 
 def merge(bench: Bench, clients: Clients, space: ParamSpace, theta: Tensor, arrived: Sequence[Arrived], round_: int) -> Tensor:

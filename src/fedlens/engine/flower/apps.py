@@ -4,24 +4,34 @@ A message carries facts (JSON) and tensors (safetensors bytes, as one uint8 arra
 """
 
 import logging
+import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlens.config import compose
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer
+from fedlens.engine.flower.secure import Counted, secure_mean, site_answer
 from fedlens.engine.flower.wire import Parcel, Refused
+from fedlens.engine.work import Update
 from fedlens.errors import UserError, first_line
+from fedlens.runs.store import take_lock
 from fedlens.training.execute import execute
+from fedlens.training.site import Traffic
 
 POLL = 0.5  # seconds between looks for answers
+PATIENCE = 60.0  # seconds for a predecessor to end
+TIED = "FEDLENS_TIED"  # set by `fedlens federate`: its processes end when it does
 FACTS, TENSORS, MEMORY = "facts", "tensors", "memory"
 log = logging.getLogger("fedlens")
 
@@ -51,8 +61,8 @@ def _array(data: bytes) -> Array:
 class GridCourier:
     """The sites that a Flower grid knows."""
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, context: Context) -> None:
+        self.grid, self.context = grid, context
 
     def sites(self) -> Collection[int]:
         return list(self.grid.get_node_ids())
@@ -78,6 +88,12 @@ class GridCourier:
                 time.sleep(POLL)
         return found
 
+    def secure_mean(self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, **options: Any) -> Update | None:
+        grid = Counted(self.grid)
+        found = secure_mean(grid, self.context, parcels, round_, **options)
+        traffic.up, traffic.down = traffic.up + grid.up, traffic.down + grid.down
+        return found
+
 
 def _read(reply: Message) -> Parcel | str:
     if reply.has_error():
@@ -97,17 +113,38 @@ server_app = ServerApp()
 def serve(grid: Grid, context: Context) -> None:
     """A run whose clients are the grid's nodes; if its folder holds one already, it goes on from the last checkpoint."""
     _log_to_screen()
+    if os.environ.get(TIED):
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     given = context.run_config
     try:
         config = compose(shlex.split(str(given.get("overrides", ""))))
         config.run.if_exists, config.run.progress = "resume", False
         config.run.checkpoint_minutes = 0.0  # rounds are dear here: each is kept
         config.run.dir = config.run.dir or str(given.get("run-dir") or Path.cwd() / "run")
-        run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid)))
+        _wait_for_lock(Path(config.run.dir))
+        run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid, context)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        log.error("error: %s", error)
+        raise RuntimeError(str(error)) from None  # Flower ends the run as failed; leaving the process would look like a crash
     log.info("finished: %s", run.path)
+
+
+def _wait_for_lock(folder: Path) -> None:
+    """The folder may still be held for some seconds by the process of a server that was killed."""
+    until = time.monotonic() + PATIENCE
+    while (folder / "lock").exists() and time.monotonic() < until:
+        try:
+            take_lock(folder).close()
+            return
+        except UserError:
+            time.sleep(0.5)
+
+
+def _end_with_parent(parent: int) -> None:
+    """The process of a server that was killed would still hold the run's folder when its successor wants it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _log_to_screen() -> None:
@@ -120,7 +157,7 @@ def _log_to_screen() -> None:
 
 # --- a site ----------------------------------------------------------------------------------------------------------
 
-client_app = ClientApp()
+client_app = ClientApp(mods=[secaggplus_mod])  # looks at messages of type `train` alone, which only secure aggregation sends
 
 
 class Memory(MutableMapping[str, bytes]):
@@ -175,3 +212,8 @@ def _answering(operation: str) -> Callable[[Message, Context], Message]:
 
 for _operation in OPERATIONS:
     (client_app.query if _operation == "hello" else client_app.train)(_operation)(_answering(_operation))
+
+
+@client_app.train()  # type: ignore[untyped-decorator]
+def train_in_secret(message: Message, context: Context) -> Message:
+    return site_answer(message, place_of(context), Memory(context.state))

@@ -29,6 +29,7 @@ from fedlens.training.site import Traffic
 
 log = logging.getLogger("fedlens")
 ATTEMPTS = 3  # at a round that too few have answered
+GREETING = 60.0  # seconds for a new site to say who it is; one that is dead and still listed must not hold up a round
 
 
 class Courier(Protocol):
@@ -40,6 +41,12 @@ class Courier(Protocol):
 
     def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
         """Each site's answer, or in one line why there is none; all within `deadline` seconds."""
+        ...
+
+    def secure_mean(
+        self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, *, bound: float, most: int, fraction: float, deadline: float
+    ) -> Update | None:
+        """The mean of the sites' updates by samples, and none of them: secure aggregation. None: too few have answered."""
         ...
 
 
@@ -144,10 +151,11 @@ class Federation:
             site: Parcel.of({"config": self._text, **own}, tensors[site] if tensors is not None else None) for site, own in facts.items()
         }
         self.traffic.down += sum(parcel.size for parcel in parcels.values())
-        replies = self.courier.ask(operation, parcels, self.config.deadline)
+        deadline = self.config.deadline if operation != "hello" else min(GREETING, self.config.deadline)
+        replies = self.courier.ask(operation, parcels, deadline)
         found: dict[int, Parcel | str] = {}
         for site in facts:
-            reply = replies.get(site, "no answer within deploy.deadline")
+            reply = replies.get(site, f"no answer within {deadline:g} s")
             if isinstance(reply, Parcel):
                 self.traffic.up += reply.size
                 if "error" in reply.facts:
@@ -164,7 +172,10 @@ class Federation:
         return homes
 
     def _collect(self, operation: str, clients: Sequence[int], ask: "Question", what: str) -> dict[int, dict[str, Tensor]]:
-        """client -> its row of each tensor that the question expects; asked again of those who are missing while too few have answered."""
+        """client -> its row of each tensor that the question expects; asked again of those who are missing while too few have answered.
+
+        Where a site answers for its clients together, the row is with the first of them.
+        """
         rows: dict[int, dict[str, Tensor]] = {}
         for attempt in range(1, ATTEMPTS + 1):
             missing = [k for k in clients if k not in rows]
@@ -193,9 +204,9 @@ class Federation:
                     continue
                 self._ready.add(site)
                 for i, k in enumerate(own):
-                    rows[k] = {name: tensor[i] for name, tensor in found.items()}
+                    rows[k] = {name: tensor[i] for name, tensor in found.items() if i < len(tensor)}
             if len(rows) >= max(1, self.config.min_fraction * len(clients)):
-                return {k: rows[k] for k in sorted(rows)}
+                return {k: rows[k] for k in sorted(rows) if rows[k]}
             log.warning("%s: %d of %d clients have answered (attempt %d of %d)", what, len(rows), len(clients), attempt, ATTEMPTS)
             time.sleep(min(5.0, self.config.deadline) if attempt < ATTEMPTS else 0.0)
         raise UserError(
@@ -214,7 +225,9 @@ class Federation:
         dim, classes = self.bench.model.head.in_features + 1, self.bench.dataset.num_classes  # type: ignore[union-attr, operator]
         assert isinstance(dim, int)
         expected = {"A": (torch.float64, (dim * (dim + 1) // 2,)), "b": (torch.float64, (dim, classes))}
-        for found in self._collect("ridge", self._everyone(), Question(self, expected), "ridge head").values():
+        question = Question(self, expected)
+        question.together = True
+        for found in self._collect("ridge", self._everyone(), question, "ridge head").values():
             if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
                 self.traffic.refused += 1
                 log.warning("ridge head: sums that are not finite were left out")
@@ -263,6 +276,9 @@ class Federation:
         expected: Expected = {"deltas": (torch.float32, (size,)), "notes": (torch.float64, (4,))}
         question = self._question(expected, theta, {"round": round_, "lr": rule.lr})
         question.offsets = offsets
+        if self.bench.config.privacy.secure_aggregation:
+            yield self._secure(round_, present, question)
+            return
         for client, found in self._collect("update", present, question, f"round {round_ + 1}").items():
             told, samples, done, loss = found["notes"].tolist()
             if told != client or samples != self.members[client].samples or not (done == int(done) and 1 <= done <= steps):
@@ -272,6 +288,33 @@ class Federation:
                 )
                 continue
             yield Update(client, int(samples), int(done), found["deltas"].to(theta.device), torch.tensor(loss))
+
+    def _secure(self, round_: int, present: Sequence[int], question: "Question") -> Update:
+        """One update that stands for all who answered; tried again while too few do."""
+        privacy, enough, found = self.bench.config.privacy, self.config.min_fraction * len(present), None
+        for attempt in range(1, ATTEMPTS + 1):
+            self.roll_call()
+            self._ready.clear()  # head and mask go along: a site that lacks them could not say so
+            homes = self._homes(present)
+            if len(homes) >= 2:
+                parcels = {s: Parcel.of({"config": self._text, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
+                most = max(sum(self.members[k].samples for k in own) for own in homes.values())
+                found = self.courier.secure_mean(
+                    parcels,
+                    round_,
+                    self.traffic,
+                    bound=privacy.range,
+                    most=most,
+                    fraction=self.config.min_fraction,
+                    deadline=self.config.deadline,
+                )
+            if found is not None and found.clients >= enough and len(found.delta) == question.size:
+                return found
+            log.warning("round %d: no sum of enough clients from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
+        raise UserError(
+            f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of the clients; "
+            "the rounds before are kept, the same command goes on from there"
+        )
 
     def fishers(self, clients: Sequence[int], theta: Tensor) -> Tensor:
         found = self._collect("fisher", clients, self._question({"fishers": (torch.float32, (len(theta),))}, theta), "Fisher merging")
@@ -293,6 +336,8 @@ class Question:
     ) -> None:
         self._federation, self._rows, self._tensors, self._facts, self._setup = federation, rows, tensors or {}, facts or {}, setup
         self.offsets: Offsets | None = None
+        self.together = False  # a site answers for all its clients in one row
+        self.size = int(self._facts.get("size", 0))
 
     def _first(self, site: int) -> bool:
         return self._setup is not None and site not in self._federation._ready
@@ -307,7 +352,7 @@ class Question:
         return found | (dict(self._setup) if self._first(site) and self._setup else {})
 
     def expected(self, clients: int) -> Expected:
-        return {name: (dtype, (clients, *shape)) for name, (dtype, shape) in self._rows.items()}
+        return {name: (dtype, (1 if self.together else clients, *shape)) for name, (dtype, shape) in self._rows.items()}
 
 
 def _shown(config: Config) -> str:

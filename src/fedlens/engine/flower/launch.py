@@ -52,6 +52,7 @@ run-dir = {run}
 MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.apps import {name} as app\n\n__all__ = ["app"]\n'
 CONNECTION = "federation"
 STARTS_WITHIN = 60.0  # seconds that SuperLink may take
+PATIENCE = 180.0  # seconds that a site goes on trying where it is not let in
 
 
 def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) -> int:
@@ -100,7 +101,13 @@ def environment(home: Path) -> dict[str, str]:
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
     home.mkdir(parents=True, exist_ok=True)
     programs = str(Path(sys.executable).parent)
-    return {**quiet, **os.environ, "FLWR_HOME": str(home.resolve()), "PATH": programs + os.pathsep + os.environ.get("PATH", "")}
+    return {
+        **quiet,
+        **os.environ,
+        "FLWR_HOME": str(home.resolve()),
+        "FEDLENS_TIED": "1",
+        "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
+    }
 
 
 def program(name: str) -> str:
@@ -199,7 +206,16 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simul
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise UserError(f"federate server: port {port} is taken; is another server running?")
-    command = [sys.executable, "-m", "fedlens.engine.flower.superlink", "--host", "127.0.0.1" if local else "0.0.0.0", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "fedlens.engine.flower.programs",
+        "superlink",
+        "--host",
+        "127.0.0.1" if local else "0.0.0.0",
+        "--port",
+        str(port),
+    ]
     command += [
         "--ssl-ca-certfile",
         str(keys / "ca.crt"),
@@ -254,8 +270,8 @@ def _child(command: Sequence[str], env: Mapping[str, str], **pipes: object) -> "
 # --- a site ----------------------------------------------------------------------------------------------------------
 
 
-def client_command(site: Path, *, own_data: bool, address: str | None, overrides: Sequence[str]) -> list[str]:
-    """`flower-supernode` with this site's key, certificate and place."""
+def client_options(site: Path, *, own_data: bool, address: str | None, overrides: Sequence[str]) -> list[str]:
+    """SuperNode's options: this site's key, certificate and place."""
     try:
         known = json.loads((site / "site.json").read_text())
         number, of, where = int(known["number"]), int(known["of"]), address or str(known["address"])
@@ -269,7 +285,6 @@ def client_command(site: Path, *, own_data: bool, address: str | None, overrides
     config += ["own-data=true"] if own_data else []
     config += [f"overrides={json.dumps(shlex.join(overrides))}"] if overrides else []
     return [
-        program("flower-supernode"),
         *("--superlink", where),
         *("--root-certificates", str(site / "ca.crt")),
         *("--auth-supernode-private-key", str(site / "key")),
@@ -286,7 +301,40 @@ def free_port() -> int:
     return port
 
 
-def client(site: Path, *, own_data: bool = False, address: str | None = None, overrides: Sequence[str] = ()) -> int:
-    """This process becomes the site's SuperNode, until it is stopped."""
-    command = client_command(site, own_data=own_data, address=address, overrides=overrides)
-    os.execve(command[0], command, environment(site / "flwr"))
+def client(
+    site: Path, *, own_data: bool = False, address: str | None = None, patience: float = PATIENCE, overrides: Sequence[str] = ()
+) -> int:
+    """The site's SuperNode, until it is stopped. One that the server does not let in is started again while there is patience: a server takes a minute
+    to notice that a site has died, and until then its successor is one too many."""
+    options = client_options(site, own_data=own_data, address=address, overrides=overrides)
+    env, stopped = environment(site / "flwr"), False
+    program("flower-supernode")
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    until = time.monotonic() + patience
+    try:
+        while True:
+            began = time.monotonic()
+            with _child(
+                [sys.executable, "-m", "fedlens.engine.flower.programs", "supernode", *options], env, stdin=subprocess.PIPE
+            ) as node:
+                status = node.wait()
+            if status == 0:
+                return 0
+            if time.monotonic() - began > STARTS_WITHIN:
+                until = time.monotonic() + patience  # it was in
+            if time.monotonic() > until:
+                raise UserError(
+                    "federate client: the server does not let this site in: it does not know its key, or another process with this key is connected"
+                )
+            print(f"not let in yet; trying again for {until - time.monotonic():.0f} s", file=sys.stderr, flush=True)
+            time.sleep(5.0)
+    except KeyboardInterrupt:
+        if stopped:
+            return 0
+        raise

@@ -1,7 +1,7 @@
-"""Flower's SuperLink, with its door closed: `python -m fedlens.engine.flower.superlink …` takes the options of `flower-superlink`.
+"""Flower's two programs, tied to the process that starts them: `python -m fedlens.engine.flower.programs superlink|supernode OPTIONS`.
 
-Sites and the commands that start runs come in at one port, and whoever starts a run sends code to every site. Sites prove who they are by their keys; the
-rest of the port has no lock in Flower's open edition. So here it is for this machine alone: from elsewhere only what sites need is let in.
+SuperLink's door is closed here. Sites and the commands that start runs come in at one port, and whoever starts a run sends code to every site. Sites prove who
+they are by their keys; the rest of the port has no lock in Flower's open edition. So it is for this machine alone: from elsewhere only what sites need is let in.
 """
 
 import ipaddress
@@ -45,18 +45,30 @@ def _clean(path: str) -> str:
     return "" if ".." in path or "//" in path else path
 
 
-def main() -> None:
+def superlink() -> None:
     from flwr.superlink.cli import flower_superlink
     from starlette.middleware import Middleware
-
-    from fedlens.study.processes import end_with_parent
 
     hook = ModuleType(HOOK)
     hook.get_middleware = lambda: (Middleware(SitesOnly),)  # type: ignore[attr-defined]
     sys.modules[HOOK] = hook
-    if not sys.stdin.isatty():
-        end_with_parent()
     flower_superlink()
+
+
+def supernode() -> None:
+    from flwr.supernode.cli import flower_supernode
+
+    flower_supernode()
+
+
+def main() -> None:
+    from fedlens.study.processes import end_with_parent
+
+    programs = {"superlink": superlink, "supernode": supernode}
+    name = sys.argv.pop(1)
+    sys.argv[0] = f"flower-{name}"
+    end_with_parent()
+    programs[name]()
 
 
 if __name__ == "__main__":

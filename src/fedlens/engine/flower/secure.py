@@ -1,0 +1,117 @@
+"""Secure aggregation: the server learns the mean of the updates and none of them. Flower's SecAgg+ (Bell et al. 2020) does it; this hands it our work.
+
+Sites agree on masks that cancel in the sum, so what a site uploads is noise to the server; shares of the masks' keys let the others make good
+for a site that drops out. The vectors are the k active coordinates: sparsity makes them short, the protocol makes every number eight bytes of an
+integer. A site adds its own clients up first. Entries beyond `privacy.range` are cut off by the site, the only bound that can hold for what nobody sees.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.compat.common import recorddict_compat as compat
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.serverapp import Grid
+
+from fedlens.engine.flower.node import Memory, Place, answer
+from fedlens.engine.flower.wire import Parcel, Refused
+from fedlens.engine.work import Update
+
+FORM = "safetensors"
+
+
+class _Site:
+    """What the workflow wants to know of a client."""
+
+    def __init__(self, number: int) -> None:
+        self.node_id, self.cid = number, str(number)
+
+
+class _Round:
+    """A strategy for one round: says what is asked, keeps what the sum was."""
+
+    def __init__(self, parcels: Mapping[int, Parcel]) -> None:
+        self.parcels = parcels
+        self.mean: np.ndarray[Any, Any] | None = None
+        self.samples, self.loss, self.clients = 0, 0.0, 0
+
+    def configure_fit(self, round_: int, parameters: object, manager: object) -> list[tuple[_Site, FitIns]]:
+        return [
+            (_Site(site), FitIns(Parameters([parcel.tensors], FORM), {"facts": parcel.told}))
+            for site, parcel in sorted(self.parcels.items())
+        ]
+
+    def aggregate_fit(self, round_: int, results: Sequence[tuple[_Site, FitRes]], failures: object) -> tuple[None, dict[str, Any]]:
+        """All results carry the same vector, the mean over those who answered."""
+        self.samples = sum(found.num_examples for _, found in results)
+        self.loss = sum(found.num_examples * float(found.metrics["loss"]) for _, found in results) / self.samples
+        self.clients = sum(int(found.metrics["clients"]) for _, found in results)
+        self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
+        return None, {}
+
+
+class Counted:
+    """A grid whose messages are weighed."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid, self.up, self.down = grid, 0, 0
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        self.down += sum(_size(message) for message in sent)
+        found = list(self.grid.send_and_receive(sent, timeout=timeout))
+        self.up += sum(_size(message) for message in found if not message.has_error())
+        return found
+
+
+def _size(message: Message) -> int:
+    return sum(record.count_bytes() for record in message.content.values())
+
+
+def secure_mean(
+    grid: Counted,
+    context: Context,
+    parcels: Mapping[int, Parcel],
+    round_: int,
+    *,
+    bound: float,
+    most: int,
+    fraction: float,
+    deadline: float,
+) -> Update | None:
+    """One update that stands for all: the mean by samples. `most`: the samples of the largest site. None: too few have answered."""
+    strategy = _Round(parcels)
+    legacy = LegacyContext(context, strategy=strategy)
+    legacy.state = RecordDict()
+    legacy.state["config"] = ConfigRecord({"current_round": round_ + 1})
+    legacy.state["parameters"] = compat.parameters_to_arrayrecord(ndarrays_to_parameters([np.zeros(1, np.float32)]), keep_input=False)
+    workflow = SecAggPlusWorkflow(
+        num_shares=1.0, reconstruction_threshold=max(0.51, fraction), max_weight=float(most), clipping_range=bound, timeout=deadline
+    )
+    workflow(grid, legacy)
+    if strategy.mean is None:
+        return None
+    delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
+    return Update(-1, strategy.samples, 1, delta, torch.tensor(strategy.loss), strategy.clients)
+
+
+def site_answer(message: Message, place: Place, memory: Memory) -> Message:
+    """The training of this site's clients, as one mean by samples. What goes wrong is raised: to the others the site has then dropped out."""
+    asked = compat.recorddict_to_fitins(message.content, keep_input=True)
+    (blob,) = asked.parameters.tensors
+    reply = answer("update", Parcel.read(asked.config.get("facts"), bytes(blob)), place, memory)
+    if not reply.tensors:
+        raise Refused(str(reply.facts.get("error", "head and mask are lacking")))
+    found = reply.tensors_as_they_are()
+    samples, losses = found["notes"][:, 1], found["notes"][:, 3]
+    total = samples.sum()
+    mean = (found["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
+    if not bool(mean.isfinite().all()):
+        raise Refused("the update is not finite")
+    metrics = {"loss": float((losses * samples).sum() / total), "clients": len(samples)}
+    answered = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([mean.numpy()]), int(total), metrics)
+    return Message(compat.fitres_to_recorddict(answered, keep_input=False), reply_to=message)
