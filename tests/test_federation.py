@@ -339,6 +339,21 @@ def test_no_site_takes_the_clients_of_another(tmp_path: Path, caplog: pytest.Log
     assert not [site for operation, site, *_ in twice.asked if site == 73 and operation != "hello"]
 
 
+def test_after_a_restart_clients_stay_with_the_sites_that_had_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A site that claims what was another's finds it taken, though it comes first; once the other is gone for good it gets it."""
+    options = ["federated.participation=1", "federated.rounds=2", "federated.target_accuracy=0.01"]  # stops after a round
+    run = federate(tmp_path / "r", Wire(), *options)
+    state = json.loads(next((run.path / "checkpoints").glob("step-*1/state.json")).read_text())
+    assert state["registry"]["4"]["site"] == 71 and state["registry"]["4"]["samples"] > 0
+    (run.path / "summary.json").unlink()
+    (run.path / "config.yaml").write_text((run.path / "config.yaml").read_text().replace("target_accuracy: 0.01", "target_accuracy: null"))
+    thief = Wire(places=[Place(k, SITES, overrides=HERE) for k in (2, 1, 0)])  # 70 says that it is site 2, 72 that it is site 0
+    caplog.set_level(logging.WARNING, "fedlens")
+    again = federate(tmp_path / "r", thief, *options[:2], "deploy.min_fraction=0.3")
+    assert "client 2 is claimed by site 70 too; it stays with site 72" in caplog.text
+    assert [line["clients"] for line in again.metrics] == [6, 2]
+
+
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     wire = Wire(places=[Place(k, SITES, own=True, overrides=(*HERE, "data.val_fraction=0.5")) for k in range(SITES)])
     run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.rounds=1", "federated.participation=1")

@@ -94,6 +94,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
         best = {"score": state["best_score"], "step": state["best_step"]}
         counts = {key: state["counts"].get(key, 0) for key in counts}
         private.catch_up(round_)
+        clients.recall(state.get("registry", {}))
         log.info("resuming at round %d of %d", round_, fed.rounds)
         mask = ranks.tell(Mask.load(run.path / MASK_FILE) if run and facts else None)
     else:
@@ -128,6 +129,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             "best_score": best["score"],
             "best_step": best["step"],
             "counts": {**counts, "bytes_up": traffic.up, "bytes_down": traffic.down},
+            "registry": clients.registry(),
         }
         space.write(model, theta)
         kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}

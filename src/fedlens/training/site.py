@@ -6,7 +6,7 @@ sees `Clients` and cannot tell one from the other.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,14 @@ class Clients(Protocol):
 
     def fingerprint(self) -> str | None:
         """Who holds what, by content; None: not known here."""
+        ...
+
+    def registry(self) -> dict[str, Any]:
+        """Which client is where, for a checkpoint."""
+        ...
+
+    def recall(self, registry: Mapping[str, Any]) -> None:
+        """The registry of the process before this one."""
         ...
 
     def updates(
@@ -127,6 +135,12 @@ class Site:
     def fingerprint(self) -> str | None:
         data = split_digest(self.bench.train.split)
         return None if data is None else digest(data, *(torch.from_numpy(np.ascontiguousarray(self.shards[k])) for k in self.holding))
+
+    def registry(self) -> dict[str, Any]:
+        return {}  # all here
+
+    def recall(self, registry: Mapping[str, Any]) -> None:
+        pass
 
     def updates(
         self, round_: int, cohort: Sequence[int], present: Sequence[int], theta: Tensor, rule: LocalRule, offsets: Offsets | None

@@ -69,6 +69,7 @@ class Federation:
         self.members: dict[int, Member] = {}
         self._text = _shown(bench.config)
         self._backbone = backbone_digest(bench)
+        self._homes_before: dict[int, int] = {}  # client -> site, as the process before this one knew it
         self._greeted: set[int] = set()
         self._space: ParamSpace | None = None
         self._setup: dict[str, Tensor] = {}
@@ -126,10 +127,23 @@ class Federation:
         for client, count in zip(clients, samples, strict=True):  # type: ignore[arg-type]
             if client >= self.bench.config.federated.clients:
                 log.warning("site %s has a client %d, but federated.clients is %d", site, client, self.bench.config.federated.clients)
-            elif client in self.members and self.members[client].site != site:
-                log.warning("client %d is claimed by site %s too; it stays with site %s", client, site, self.members[client].site)
+            elif (home := self._home(client)) not in (None, site):
+                log.warning("client %d is claimed by site %s too; it stays with site %s", client, site, home)
             else:
                 self.members[client] = Member(site, count)
+
+    def _home(self, client: int) -> int | None:
+        """The site that has this client, or had it before a restart and is connected."""
+        if client in self.members:
+            return self.members[client].site
+        before = self._homes_before.get(client)
+        return before if before in self.courier.sites() else None
+
+    def registry(self) -> dict[str, Any]:
+        return {str(client): {"site": member.site, "samples": member.samples} for client, member in sorted(self.members.items())}
+
+    def recall(self, registry: Mapping[str, Any]) -> None:
+        self._homes_before = {int(client): int(entry["site"]) for client, entry in registry.items()}
 
     def _forget(self, site: int, why: str) -> None:
         gone = [k for k, m in self.members.items() if m.site == site]
