@@ -200,7 +200,7 @@ def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: di
     for name in deployed:
         *_, run, relay = deployed[name]
         assert run.summary["bytes_up"] <= relay.up <= 1.05 * run.summary["bytes_up"] + 10**6  # what the metrics say is what travelled
-        assert run.summary["bytes_down"] <= 1.02 * relay.down
+        assert run.summary["bytes_down"] <= relay.down <= 1.05 * run.summary["bytes_down"] + 10**6
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(t
         *SMALL,
         "experiment=fedavg_iid_sparse",
         "mask.strategy=random",
-        "federated.rounds=4",
+        "federated.rounds=3",
         "server.optimizer=adam",
         "server.lr=0.001",
     ]
@@ -250,8 +250,9 @@ def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(t
         d.kill("server")
         d.server()
         run = d.finished()
+        assert "resuming at round" in d.run_log()
     assert [line["round"] for line in run.metrics] == [1, 2, 3]
-    assert distance(run, here) <= 1e-5
+    assert run.mask == here.mask and all(torch.equal(run.state[name], tensor) for name, tensor in here.state.items())
 
 
 EVIL = '''
@@ -439,15 +440,14 @@ def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path)
     assert [line["epsilon"] for line in first.metrics] == sorted(line["epsilon"] for line in first.metrics)
     assert first.summary["epsilon"] == first.metrics[-1]["epsilon"] > 0 and first.summary["delta"] == 1e-5
     assert oct((first.path / "secret").stat().st_mode)[-3:] == "600"
+    before, epsilon = first.state, first.summary["epsilon"]
     for name in ("summary.json", "model.safetensors"):
         (first.path / name).unlink()
-    before = {name: tensor.clone() for name, tensor in second.state.items()}
     for step in (2, 3):
         shutil.rmtree(next((first.path / "checkpoints").glob(f"step-*{step}")))
     again = fl.load_run(first.path).resume()
-    assert again.metrics[-1]["epsilon"] == again.summary["epsilon"] and len(again.metrics) == 3
-    assert before.keys() == again.state.keys()
-    assert again.metrics[0]["update_norm"] == moved
+    assert again.metrics[-1]["epsilon"] == again.summary["epsilon"] == epsilon and len(again.metrics) == 3
+    assert all(torch.equal(again.state[name], tensor) for name, tensor in before.items())  # the same noise, and no second look at a round
 
 
 def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path) -> None:

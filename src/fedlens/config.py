@@ -153,6 +153,7 @@ class DeployConfig:
     wait: float = 300.0  # seconds for all clients to show up at the start
     deadline: float = 600.0  # seconds for an answer
     min_fraction: float = 0.5  # of the clients asked: with fewer answers a round is tried again, then the run stops and can go on later
+    max_samples: int = 1_000_000  # that a client may claim: its update counts by them
 
 
 @dataclass
@@ -259,6 +260,7 @@ CHECKS: list[Check] = [
     ("privacy.range", lambda v: 0 < v < float("inf"), "> 0"),
     ("deploy.wait", lambda v: v >= 0, ">= 0"),
     ("deploy.deadline", lambda v: v > 0, "> 0"),
+    ("deploy.max_samples", lambda v: v >= 1, ">= 1"),
     ("deploy.min_fraction", lambda v: 0 < v <= 1, "0 < min_fraction <= 1"),
     ("mask.strategy", lambda v: v is None or v in STRATEGIES, " | ".join(STRATEGIES)),
     ("mask.density", lambda v: 0 < v <= 1, "0 < density <= 1 (sparsity is 1 - density)"),

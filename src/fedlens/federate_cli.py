@@ -64,7 +64,7 @@ def register(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> 
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="what is this machine's to say: device, data.name, data.root, data.val_fraction, model.weights, train.compile, train.precision",
+        help="what is this machine's to say: device, data.name, data.root, model.weights, train.compile, train.precision",
     )
     c.add_argument("--own-data", action="store_true", help="the training data found here is this site's own, all of it")
     c.add_argument("--address", help="of the server, where it differs from the folder's")

@@ -4,7 +4,7 @@ A set below IN_MEMORY_BYTES is copied into memory; a larger one stays memory-map
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -134,6 +134,18 @@ def load_dataset(
         mean=raw.mean,
         std=raw.std,
     )
+
+
+def as_known_to(data: Dataset, class_names: Sequence[str], mean: Sequence[float], std: Sequence[float]) -> Dataset:
+    """The same images with the classes numbered, and the pixels normalised, as another data set has them. Classes that it lacks are refused."""
+    number = {name: i for i, name in enumerate(class_names)}
+    if strange := [name for name in data.class_names if name not in number]:
+        raise UserError(f"data.root: the class {strange[0]!r} is not one of the federation's: {', '.join(map(repr, class_names[:20]))}")
+    if len(mean) != len(data.mean) or len(std) != len(data.std):
+        raise UserError(f"data.root: images of {len(data.mean)} channels, the federation's have {len(mean)}")
+    to = torch.tensor([number[name] for name in data.class_names], dtype=torch.int64)
+    train, val, test = (Split(split.stored, to[split.labels], split.index) for split in (data.train, data.val, data.test))
+    return Dataset(train, val, test, len(number), list(class_names), data.name, tuple(mean), tuple(std))
 
 
 def check_fraction(fraction: float) -> None:

@@ -37,15 +37,16 @@ def folder(root: Path, download: bool) -> Raw:
     return load_folder(root)
 
 
-def load_folder(root: Path, size: int | None = None) -> Raw:
+def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> Raw:
     """Images of root/{train,test or val}/CLASS, their shorter side resized to `size` and the centre cropped.
 
+    `alone`: those of root/train only; the test set is empty.
     `size` None: SIZE, or the median shorter side of the training images where that is smaller: images are not blown up.
     """
     held_out = "test" if (root / "test").is_dir() or not (root / "val").is_dir() else "val"
-    parts = {part: _list(root / part) for part in ("train", held_out)}
+    parts = {part: _list(root / part) for part in (("train",) if alone else ("train", held_out))}
     names = {part: sorted({path.parent.name for path in files}) for part, files in parts.items()}
-    if differing := sorted(set(names["train"]) ^ set(names[held_out])):
+    if not alone and (differing := sorted(set(names["train"]) ^ set(names[held_out]))):
         shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
         raise UserError(f"{root}: train/ and {held_out}/ have different classes: {shown} in one of them only (data.root)")
     if size is None:
@@ -60,6 +61,8 @@ def load_folder(root: Path, size: int | None = None) -> Raw:
         prints = [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         images = cached_images(cache, part, prints, ((path, str(path)) for path in files), len(files), size)
         splits.append(Split(images, torch.tensor([number[path.parent.name] for path in files])))
+    if alone:
+        splits.append(splits[0].subset(torch.zeros(0, dtype=torch.int64)))
     return Raw(splits[0], splits[1], names["train"], *channel_statistics(splits[0].stored))
 
 

@@ -108,9 +108,9 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             run.keep_start(model.state_dict(), mask)
     space = masked_space(bench, mask)
     down = traffic.down
-    clients.begin(space, mask)
+    clients.begin(space, mask, fresh=state is None)
     if state is not None:
-        traffic.up, traffic.down = state["counts"]["bytes_up"], state["counts"]["bytes_down"]
+        traffic.up, traffic.down = traffic.up + state["counts"]["bytes_up"], traffic.down + state["counts"]["bytes_down"]
     elif facts is not None:
         facts = {**facts, "bytes_down": facts["bytes_down"] + traffic.down - down}
     theta = space.read(model)  # [P]
@@ -188,7 +188,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             if sums.count:
                 d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
                 rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
-                d = private.noised(d * rescale, sums.count, round_)
+                d = private.noised(d * rescale, sums.count, nonfinite + refused, round_)
                 if fed.client_vectors:
                     for a in arrived:
                         share = cfg.server.lr * rescale * a.samples / sums.weight
@@ -197,6 +197,8 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 moved = float(torch.linalg.vector_norm(theta - before))
             elif present and nonfinite == len(present):
                 raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
+            elif cfg.privacy.noise and refused:  # that all were refused is not to be seen
+                theta = server_step(theta, private.noised(torch.zeros_like(theta), 0, nonfinite + refused, round_), server, cfg.server)
             round_ += 1
 
             # --- what there is to say; validation every few rounds and at the end
@@ -331,7 +333,8 @@ def federated_ridge_head(bench: Bench, clients: Clients) -> dict[str, Any]:
     before = clients.traffic.up
     for a_k, b_k in clients.ridge_sums():
         A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
-    assert A is not None and b is not None
+    if A is None or b is None:
+        raise UserError("head: no client's sums for the ridge head are sound")
     choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
     bench.set_head(choice)
     return {

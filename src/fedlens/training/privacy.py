@@ -47,13 +47,14 @@ class Privacy:
         """Under noise all clients count alike: a weight would be a part of the update's length."""
         return 1.0 if self.known.noise else float(samples)
 
-    def noised(self, mean: Tensor, count: int, round_: int) -> Tensor:
-        """Mean of `count` updates, with the noise that belongs to their sum."""
+    def noised(self, mean: Tensor, count: int, refused: int, round_: int) -> Tensor:
+        """Mean of `count` updates, with the noise that belongs to their sum. Those that were refused count as zero: whether an update was refused
+        must show no more than what was in it."""
         if not self.known.noise:
             return mean
         assert self.secret is not None and self.known.clip is not None
         draw = torch.randn(len(mean), generator=torch_rng(self.secret, "privacy", round_)).to(mean.device)
-        return mean + draw * (self.known.noise * self.known.clip / count)
+        return (mean * count + draw * (self.known.noise * self.known.clip)) / (count + refused)
 
     def spent(self) -> dict[str, float]:
         """ε so far at the configured δ, as a line of metrics."""

@@ -143,11 +143,11 @@ def learning_rate(o: OptimConfig, progress: float, tick: float) -> float:
     return o.lr * factor
 
 
-def set_up(config: Config) -> Bench:
-    """Read the data, make the model, move both. Everything that can be wrong with the input fails here, before a run exists."""
+def set_up(config: Config, data: Dataset | None = None) -> Bench:
+    """Read the data (unless it is given), make the model, move both. Everything that can be wrong with the input fails here, before a run exists."""
     device = pick_device(config.device)
     precision = Precision.choose(device, config.train.precision)
-    data = load_dataset(
+    data = data or load_dataset(
         config.data.name, config.data.root, val_fraction=config.data.val_fraction, seed=config.seed, download=config.data.download
     )
     model = create_model(

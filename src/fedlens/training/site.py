@@ -50,8 +50,8 @@ class Clients(Protocol):
         """Each client's sums in the network whose eligible but not `active` weights are softened; coordinates that are not active may be zero."""
         ...
 
-    def begin(self, space: ParamSpace, mask: Mask | None) -> None:
-        """Head and mask are decided: what moves is `space`, and the server's model is where it starts."""
+    def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
+        """Head and mask are decided: what moves is `space`, and the server's model is where it starts. `fresh`: the clients do not know yet."""
         ...
 
     def fingerprint(self) -> str | None:
@@ -125,11 +125,11 @@ class Site:
             yield score(some_samples(self.shards[k], samples), names)
         self._scored = True
 
-    def begin(self, space: ParamSpace, mask: Mask | None) -> None:
+    def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
         bench = self.bench
         self._space = space
         self._engine = choose_engine(bench.config, bench.model, space, bench.train, bench.pipeline, bench.precision)
-        if mask is not None:
+        if mask is not None and fresh:
             self.traffic.down += len(self.holding) * mask.bitmap_bytes
 
     def fingerprint(self) -> str | None:

@@ -9,10 +9,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key, load_ssh_public_key
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -21,8 +22,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedlens.config import compose
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer
-from fedlens.engine.flower.secure import Counted, secure_mean, site_answer
-from fedlens.engine.flower.wire import Parcel, Refused
+from fedlens.engine.flower.secure import Counted, content_size, secure_mean, site_answer
+from fedlens.engine.flower.wire import Failure, Parcel, Refused
 from fedlens.engine.work import Update
 from fedlens.errors import UserError, first_line
 from fedlens.runs.store import take_lock
@@ -59,15 +60,26 @@ def _array(data: bytes) -> Array:
 
 
 class GridCourier:
-    """The sites that a Flower grid knows."""
+    """The sites that a Flower grid knows. `keys`: the public keys of a federation's sites, K.pub; None where sites have none, as in a simulation."""
 
-    def __init__(self, grid: Grid, context: Context) -> None:
+    def __init__(self, grid: Grid, context: Context, keys: Path | None = None) -> None:
         self.grid, self.context = grid, context
+        self.numbers = {} if keys is None else {_canonical(file.read_bytes()): int(file.stem) for file in keys.glob("*.pub")}
+        self._known: dict[int, int] = {}  # node -> the K of its key
 
     def sites(self) -> Collection[int]:
         return list(self.grid.get_node_ids())
 
-    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
+    def may_have(self, site: int, client: int) -> bool:
+        """Site K of N has the clients K, K + N, …"""
+        if not self.numbers:
+            return True
+        if site not in self._known:
+            for node in self.grid.get_nodes():
+                self._known[node.node_id] = self.numbers.get(_canonical(node.public_key), -1)
+        return client % len(self.numbers) == self._known.get(site, -1)
+
+    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | Failure]:
         if not parcels:
             return {}
         sites = sorted(parcels)
@@ -75,33 +87,54 @@ class GridCourier:
         messages = [Message(to_record(parcels[site]), dst_node_id=site, message_type=f"{kind}.{operation}", ttl=deadline) for site in sites]
         until = time.monotonic() + deadline
         sent = {message_id: site for message_id, site in zip(self.grid.push_messages(messages), sites, strict=True) if message_id}
-        found: dict[int, Parcel | str] = {}
+        found: dict[int, Parcel | Failure] = {}
         waiting = set(sent)
         while waiting and time.monotonic() < until:
-            for reply in self.grid.pull_messages(sorted(waiting)):
-                asked = reply.metadata.reply_to_message_id  # an error's source is not the site that it is about
-                if asked not in waiting:
-                    continue
+            for asked, reply in self._pull(sorted(waiting)):
                 waiting.discard(asked)
-                found[sent[asked]] = _read(reply)
+                found[sent[asked]] = reply
             if waiting:
                 time.sleep(POLL)
         return found
 
-    def secure_mean(self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, **options: Any) -> Update | None:
+    def _pull(self, waiting: Sequence[str]) -> Iterator[tuple[str, Parcel | Failure]]:
+        """(message that was answered, answer): an error's source is not the site that it is about. One by one where a reply cannot even be received."""
+        try:
+            replies = list(self.grid.pull_messages(waiting))
+        except Exception as error:  # whatever a site can make Flower stumble over
+            if len(waiting) == 1:
+                yield waiting[0], Failure.of(f"its reply cannot be received ({type(error).__name__}: {error})")
+                return
+            for message_id in waiting:
+                yield from self._pull([message_id])
+            return
+        for reply in replies:
+            if reply.metadata.reply_to_message_id in waiting:
+                yield reply.metadata.reply_to_message_id, _read(reply)
+
+    def secure_mean(self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, **options: Any) -> tuple[Update | None, set[int]]:
         grid = Counted(self.grid)
         found = secure_mean(grid, self.context, parcels, round_, **options)
         traffic.up, traffic.down = traffic.up + grid.up, traffic.down + grid.down
-        return found
+        return found, grid.failed
 
 
-def _read(reply: Message) -> Parcel | str:
+def _canonical(key: bytes) -> bytes:
+    """A public key in one form, whichever it came in."""
+    try:
+        loaded = load_ssh_public_key(key) if key.startswith(b"ecdsa") else load_pem_public_key(key)
+        return loaded.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    except ValueError:
+        return key
+
+
+def _read(reply: Message) -> Parcel | Failure:
     if reply.has_error():
-        return f"Flower says {first_line(Exception(reply.error.reason or reply.error.code))}"
+        return Failure.of(f"Flower says {reply.error.reason or reply.error.code}")
     try:
         return from_record(reply.content)
     except Refused as why:
-        return str(why)
+        return Failure.of(why, size=content_size(reply))
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -122,7 +155,8 @@ def serve(grid: Grid, context: Context) -> None:
         config.run.checkpoint_minutes = 0.0  # rounds are dear here: each is kept
         config.run.dir = config.run.dir or str(given.get("run-dir") or Path.cwd() / "run")
         _wait_for_lock(Path(config.run.dir))
-        run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid, context)))
+        keys = Path(str(given["keys"])) if given.get("keys") else None
+        run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid, context, keys)))
     except UserError as error:
         log.error("error: %s", error)
         raise RuntimeError(str(error)) from None  # Flower ends the run as failed; leaving the process would look like a crash

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlens.config import Config, RunConfig, to_yaml
 from fedlens.engine.flower.node import SETUP, backbone_digest, head_shapes, whole_space
-from fedlens.engine.flower.wire import Expected, Parcel, Refused, from_upper, to_bits
+from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, from_upper, to_bits
 from fedlens.engine.work import Offsets, Update
 from fedlens.errors import UserError
 from fedlens.lens.masks import Mask
@@ -29,6 +29,7 @@ from fedlens.training.site import Traffic
 
 log = logging.getLogger("fedlens")
 ATTEMPTS = 3  # at a round that too few have answered
+AGAIN = 60.0  # seconds until a site that was left out is asked again
 GREETING = 60.0  # seconds for a new site to say who it is; one that is dead and still listed must not hold up a round
 
 
@@ -39,14 +40,18 @@ class Courier(Protocol):
         """Numbers of the sites that are connected now."""
         ...
 
-    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | str]:
+    def may_have(self, site: int, client: int) -> bool:
+        """Whether this site is one that the client can be at, by the key that it came in with."""
+        ...
+
+    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | Failure]:
         """Each site's answer, or in one line why there is none; all within `deadline` seconds."""
         ...
 
     def secure_mean(
         self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, *, bound: float, most: int, fraction: float, deadline: float
-    ) -> Update | None:
-        """The mean of the sites' updates by samples, and none of them: secure aggregation. None: too few have answered."""
+    ) -> tuple[Update | None, set[int]]:
+        """The mean of the sites' updates by samples, and none of them (None: too few have answered), and the sites that failed."""
         ...
 
 
@@ -58,6 +63,14 @@ class Member:
     samples: int
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A client's row of each tensor, and who it was when it was asked."""
+
+    member: Member
+    tensors: dict[str, Tensor]
+
+
 class Federation:
     """Clients behind a courier: see `Clients` in training/site.py for what each method is."""
 
@@ -67,10 +80,12 @@ class Federation:
         self.bench, self.courier, self.traffic = bench, courier, Traffic()
         self.config = bench.config.deploy
         self.members: dict[int, Member] = {}
-        self._text = _shown(bench.config)
+        data = bench.dataset
+        self._told = {"config": _shown(bench.config), "classes": data.class_names, "mean": list(data.mean), "std": list(data.std)}
         self._backbone = backbone_digest(bench)
         self._homes_before: dict[int, int] = {}  # client -> site, as the process before this one knew it
         self._greeted: set[int] = set()
+        self._not_before: dict[int, float] = {}  # site that was left out -> when it is asked again
         self._space: ParamSpace | None = None
         self._setup: dict[str, Tensor] = {}
         self._digest = ""
@@ -102,16 +117,14 @@ class Federation:
         now = set(self.courier.sites())
         for site in self._greeted - now:
             self._forget(site, "is gone")
-        new = sorted(now - self._greeted)
-        if not new:
-            return
+        new = [site for site in sorted(now - self._greeted) if time.monotonic() >= self._not_before.get(site, 0.0)]
         for site, found in self._ask("hello", {site: {} for site in new}).items():
-            if isinstance(found, str):
-                log.warning("site %s is left out: %s", site, found)
-                continue
             try:
+                if isinstance(found, Failure):
+                    raise Refused(found)
                 self._enter(site, found)
             except Refused as why:
+                self._not_before[site] = time.monotonic() + AGAIN
                 log.warning("site %s is left out: %s", site, why)
 
     def _enter(self, site: int, found: Parcel) -> None:
@@ -119,14 +132,18 @@ class Federation:
         clients, samples = facts.get("clients"), facts.get("samples")
         if not _numbers(clients) or not _numbers(samples) or len(clients) != len(samples) or min(samples, default=1) < 1:  # type: ignore[arg-type]
             raise Refused("it does not say which clients it has and how much data they hold")
+        if max(samples, default=0) > self.config.max_samples:  # type: ignore[arg-type]
+            raise Refused(f"it claims a client of {max(samples):,} samples, deploy.max_samples is {self.config.max_samples:,}")  # type: ignore[arg-type]
         if facts.get("backbone") != self._backbone:
             raise Refused("its pretrained weights are others than the server's")
-        if facts.get("classes") != self.bench.dataset.num_classes:
-            raise Refused(f"its data has {facts.get('classes')} classes, the server's {self.bench.dataset.num_classes}")
+        if facts.get("classes") != self.bench.dataset.class_names:
+            raise Refused("its classes are others than the server's, or in another order")
         self._greeted.add(site)
         for client, count in zip(clients, samples, strict=True):  # type: ignore[arg-type]
             if client >= self.bench.config.federated.clients:
                 log.warning("site %s has a client %d, but federated.clients is %d", site, client, self.bench.config.federated.clients)
+            elif not self.courier.may_have(site, client):
+                log.warning("site %s claims client %d, which is not one of those that its key stands for; refused", site, client)
             elif (home := self._home(client)) not in (None, site):
                 log.warning("client %d is claimed by site %s too; it stays with site %s", client, site, home)
             else:
@@ -160,20 +177,17 @@ class Federation:
 
     def _ask(
         self, operation: str, facts: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, Mapping[str, Tensor]] | None = None
-    ) -> dict[int, Parcel | str]:
-        parcels = {
-            site: Parcel.of({"config": self._text, **own}, tensors[site] if tensors is not None else None) for site, own in facts.items()
-        }
+    ) -> dict[int, Parcel | Failure]:
+        parcels = {site: Parcel.of({**self._told, **own}, tensors[site] if tensors is not None else None) for site, own in facts.items()}
         self.traffic.down += sum(parcel.size for parcel in parcels.values())
         deadline = self.config.deadline if operation != "hello" else min(GREETING, self.config.deadline)
         replies = self.courier.ask(operation, parcels, deadline)
-        found: dict[int, Parcel | str] = {}
+        found: dict[int, Parcel | Failure] = {}
         for site in facts:
-            reply = replies.get(site, f"no answer within {deadline:g} s")
-            if isinstance(reply, Parcel):
-                self.traffic.up += reply.size
-                if "error" in reply.facts:
-                    reply = " ".join(str(reply.facts["error"]).split())[:300]  # whatever it says, in one line
+            reply = replies.get(site) or Failure.of(f"no answer within {deadline:g} s")
+            self.traffic.up += reply.size
+            if isinstance(reply, Parcel) and "error" in reply.facts:
+                reply = Failure.of(reply.facts["error"])
             found[site] = reply
         return found
 
@@ -185,16 +199,16 @@ class Federation:
                 homes.setdefault(self.members[k].site, []).append(k)
         return homes
 
-    def _collect(self, operation: str, clients: Sequence[int], ask: "Question", what: str) -> dict[int, dict[str, Tensor]]:
+    def _collect(self, operation: str, clients: Sequence[int], ask: "Question", what: str) -> dict[int, "Answer"]:
         """client -> its row of each tensor that the question expects; asked again of those who are missing while too few have answered.
 
         Where a site answers for its clients together, the row is with the first of them.
         """
-        rows: dict[int, dict[str, Tensor]] = {}
+        rows: dict[int, Answer] = {}
         for attempt in range(1, ATTEMPTS + 1):
             missing = [k for k in clients if k not in rows]
             self.roll_call()
-            homes = self._homes(missing)
+            homes, asked = self._homes(missing), dict(self.members)  # as they are now: a site may be gone when its answer is read
             replies = self._ask(
                 operation, {s: ask.facts(s, own) for s, own in homes.items()}, {s: ask.tensors(s, own) for s, own in homes.items()}
             )
@@ -208,19 +222,19 @@ class Federation:
             for site, reply in replies.items():
                 own = homes[site]
                 try:
-                    if isinstance(reply, str):
+                    if isinstance(reply, Failure):
                         raise Refused(reply)
                     found = reply.unpack(ask.expected(len(own)))
                 except Refused as why:
-                    self.traffic.refused += len(own) * isinstance(reply, Parcel)
+                    self.traffic.refused += len(own) * (isinstance(reply, Parcel) or reply.size > 0)
                     log.warning("%s: nothing from site %s (%s): %s", what, site, _listed(own), why)
                     self._ready.discard(site)
                     continue
                 self._ready.add(site)
                 for i, k in enumerate(own):
-                    rows[k] = {name: tensor[i] for name, tensor in found.items() if i < len(tensor)}
+                    rows[k] = Answer(asked[k], {name: tensor[i] for name, tensor in found.items() if i < len(tensor)})
             if len(rows) >= max(1, self.config.min_fraction * len(clients)):
-                return {k: rows[k] for k in sorted(rows) if rows[k]}
+                return {k: rows[k] for k in sorted(rows) if rows[k].tensors}
             log.warning("%s: %d of %d clients have answered (attempt %d of %d)", what, len(rows), len(clients), attempt, ATTEMPTS)
             time.sleep(min(5.0, self.config.deadline) if attempt < ATTEMPTS else 0.0)
         raise UserError(
@@ -241,12 +255,13 @@ class Federation:
         expected = {"A": (torch.float64, (dim * (dim + 1) // 2,)), "b": (torch.float64, (dim, classes))}
         question = Question(self, expected)
         question.together = True
-        for found in self._collect("ridge", self._everyone(), question, "ridge head").values():
-            if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+        for client, found in self._collect("ridge", self._everyone(), question, "ridge head").items():
+            A, b = from_upper(found.tensors["A"], dim), found.tensors["b"]
+            if not (bool(A.isfinite().all()) and bool(b.isfinite().all()) and _is_gram(A)):
                 self.traffic.refused += 1
-                log.warning("ridge head: sums that are not finite were left out")
+                log.warning("ridge head: the sums of client %d's site are not those of any features; left out", client)
                 continue
-            yield from_upper(found["A"], dim).to(self.bench.device), found["b"].to(self.bench.device)
+            yield A.to(self.bench.device), b.to(self.bench.device)
 
     def sensitivities(self, names: Collection[str], active: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         space = whole_space(self.bench)
@@ -254,7 +269,7 @@ class Federation:
         views, count = space.views(inside), int(inside.sum())
         question = Question(self, {"sums": (torch.float32, (count,))}, {"active": to_bits(inside), **self._head()})
         for client, found in self._collect("sensitivity", self._everyone(), question, "mask calibration").items():
-            sums = found["sums"]
+            sums = found.tensors["sums"]
             if not bool(sums.isfinite().all()) or bool((sums < 0).any()):
                 self.traffic.refused += 1
                 log.warning("mask calibration: sums of client %d that are negative or not finite were left out", client)
@@ -266,7 +281,7 @@ class Federation:
     def _head(self) -> dict[str, Tensor]:
         return {f"head.{name}": param.detach() for name, param in self.bench.model.head.named_parameters()}  # type: ignore[union-attr]
 
-    def begin(self, space: ParamSpace, mask: Mask | None) -> None:
+    def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
         self._space = space
         kept = self._head()
         assert set(kept) == set(head_shapes(self.bench))
@@ -294,46 +309,53 @@ class Federation:
             yield self._secure(round_, present, question)
             return
         for client, found in self._collect("update", present, question, f"round {round_ + 1}").items():
-            told, samples, done, loss = found["notes"].tolist()
-            if told != client or samples != self.members[client].samples or not (done == int(done) and 1 <= done <= steps):
+            told, samples, done, loss = found.tensors["notes"].tolist()
+            if told != client or samples != found.member.samples or done not in range(1, steps + 1):
                 self.traffic.refused += 1
                 log.warning(
                     "round %d: client %d says that it is %g with %g samples and %g steps; refused", round_ + 1, client, told, samples, done
                 )
                 continue
-            yield Update(client, int(samples), int(done), found["deltas"].to(theta.device), torch.tensor(loss))
+            yield Update(client, int(samples), int(done), found.tensors["deltas"].to(theta.device), torch.tensor(loss))
 
     def _secure(self, round_: int, present: Sequence[int], question: "Question") -> Update:
-        """One update that stands for all who answered; tried again while too few do."""
-        privacy, enough, found = self.bench.config.privacy, self.config.min_fraction * len(present), None
+        """One update that stands for all who answered. Tried again only while there is no sum: two sums of one round would show a difference."""
+        privacy, failed = self.bench.config.privacy, set[int]()
         for attempt in range(1, ATTEMPTS + 1):
             self.roll_call()
             self._ready.clear()  # head and mask go along: a site that lacks them could not say so
-            homes = self._homes(present)
+            homes = {site: own for site, own in self._homes(present).items() if site not in failed}
             if len(homes) >= 2:
-                parcels = {s: Parcel.of({"config": self._text, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
+                parcels = {s: Parcel.of({**self._told, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
                 most = max(sum(self.members[k].samples for k in own) for own in homes.values())
-                found = self.courier.secure_mean(
-                    parcels,
-                    round_,
-                    self.traffic,
-                    bound=privacy.range,
-                    most=most,
-                    fraction=self.config.min_fraction,
-                    deadline=self.config.deadline,
-                )
-            if found is not None and found.clients >= enough and len(found.delta) == question.size:
-                return found
-            log.warning("round %d: no sum of enough clients from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
+                options = {"bound": privacy.range, "fraction": self.config.min_fraction, "deadline": self.config.deadline}
+                found, gone = self.courier.secure_mean(parcels, round_, self.traffic, most=most, **options)
+                failed |= gone
+                if found is not None:
+                    return self._sound_sum(found, question.size, privacy.range, round_)
+            log.warning("round %d: no sum from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
         raise UserError(
-            f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of the clients; "
+            f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of them; "
             "the rounds before are kept, the same command goes on from there"
         )
 
+    def _sound_sum(self, found: Update, size: int, bound: float, round_: int) -> Update:
+        """What nobody could look at one by one is at least a mean of vectors within the range."""
+        if len(found.delta) != size or not bool(found.delta.isfinite().all()) or float(found.delta.abs().max()) > 1.001 * bound:
+            raise UserError(
+                f"round {round_ + 1}: the sum is not one of updates within privacy.range; a site sent nonsense, and nobody can tell which"
+            )
+        return found
+
     def fishers(self, clients: Sequence[int], theta: Tensor) -> Tensor:
         found = self._collect("fisher", clients, self._question({"fishers": (torch.float32, (len(theta),))}, theta), "Fisher merging")
-        zero = torch.zeros(len(theta))
-        rows = [found[k]["fishers"] if k in found and bool(found[k]["fishers"].isfinite().all()) else zero for k in clients]
+        rows = []
+        for k in clients:
+            row = found[k].tensors["fishers"] if k in found else None
+            sound = row is not None and bool(row.isfinite().all()) and bool((row >= 0).all())
+            if not sound:
+                log.warning("Fisher merging: client %d counts for nothing: its sensitivities did not come, are negative or not finite", k)
+            rows.append(row if row is not None and sound else torch.zeros(len(theta)))
         return torch.stack(rows).to(theta.device)
 
 
@@ -367,6 +389,12 @@ class Question:
 
     def expected(self, clients: int) -> Expected:
         return {name: (dtype, (1 if self.together else clients, *shape)) for name, (dtype, shape) in self._rows.items()}
+
+
+def _is_gram(A: Tensor) -> bool:
+    """Whether A can be ZᵀZ: symmetric by its form, and positive semidefinite but for rounding."""
+    slack = 1e-9 * float(A.diagonal().abs().max()) + 1e-12
+    return bool(torch.linalg.cholesky_ex(A + slack * torch.eye(len(A), dtype=A.dtype)).info == 0)
 
 
 def _shown(config: Config) -> str:

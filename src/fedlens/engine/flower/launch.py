@@ -45,9 +45,11 @@ serverapp = "federation.server_app:app"
 clientapp = "federation.client_app:app"
 
 # overrides: what `fedlens run` would take. run-dir: where the server keeps the run; the last checkpoint there is where it goes on.
+# keys: the sites' public keys; a site has the clients that its key stands for.
 [tool.flwr.app.config]
 overrides = {overrides}
 run-dir = {run}
+keys = ""
 """
 MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.apps import {name} as app\n\n__all__ = ["app"]\n'
 CONNECTION = "federation"
@@ -146,6 +148,7 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
         sites = len(_public(keys))
         print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
         told = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(str(run))}"
+        told += "" if simulate else f" keys={json.dumps(str((keys / 'sites').resolve()))}"
         command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", told]
         if simulate:
             command += ["--federation-config", f"num-supernodes={sites} client-resources-num-cpus=1"]

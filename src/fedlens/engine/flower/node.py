@@ -8,6 +8,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from fedlens import __version__
 from fedlens.config import Config, to_config
+from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
+from fedlens.data.folder import load_folder
 from fedlens.data.partition import Index
 from fedlens.engine.flower.wire import Parcel, Refused, from_bits, to_bits, upper
 from fedlens.errors import UserError, first_line
@@ -28,7 +32,7 @@ from fedlens.training.shared import digest
 from fedlens.training.site import Site
 from fedlens.training.sparse import masked_space
 
-OWN = ("device", "data.name", "data.root", "data.val_fraction", "model.weights", "train.compile", "train.precision")  # a site's to say
+OWN = ("device", "data.name", "data.root", "model.weights", "train.compile", "train.precision")  # a site's to say
 SETUP = "setup"  # what a site keeps between messages: the frozen head and the mask
 Memory = MutableMapping[str, bytes]
 
@@ -63,7 +67,9 @@ _held: OrderedDict[tuple[str, bool], Held] = OrderedDict()
 
 
 def local_config(text: str, overrides: Sequence[str]) -> Config:
-    """The server's configuration, where the site's own keys are the site's."""
+    """The server's configuration, where the site's own keys are the site's. It can name neither files nor anything else of this machine."""
+    if "${" in text:
+        raise Refused("the configuration that was sent refers to something outside it")
     try:
         sent = OmegaConf.create(text)
         if not isinstance(sent, DictConfig):
@@ -80,6 +86,10 @@ def local_config(text: str, overrides: Sequence[str]) -> Config:
         weights = OmegaConf.select(sent, "model.weights")
         if weights not in (None, "pretrained"):
             OmegaConf.update(sent, "model.weights", "given by the site")
+        for key in ("data.name", "model.name"):
+            _, _, named = str(OmegaConf.select(sent, key)).partition(":")
+            if named and (named.startswith(("/", ".", "~")) or Path(named.split(":")[0]).exists()):
+                raise Refused(f"{key}: {named!r} that was sent is a path here; a site names its own files")
         for override in overrides:
             key, _, value = override.partition("=")
             if key not in OWN:
@@ -92,12 +102,25 @@ def local_config(text: str, overrides: Sequence[str]) -> Config:
     return to_config(sent)
 
 
-def held(text: str, place: Place) -> Held:
+def own_dataset(config: Config, facts: Mapping[str, Any]) -> Dataset:
+    """All images of data.root/train, or of another source's training set, numbered and normalised as the server's are."""
+    name = config.data.name
+    if name == "folder":
+        raw = load_folder(Path(config.data.root or default_root()).expanduser(), alone=True)
+        found = Dataset(raw.train, raw.test, raw.test, len(raw.class_names), raw.class_names, name, raw.mean, raw.std)
+    else:
+        found = load_dataset(name, config.data.root, val_fraction=0.0)
+    names, mean, std = ([*facts[key]] for key in ("classes", "mean", "std"))
+    return as_known_to(found, [str(name) for name in names], [float(m) for m in mean], [float(s) for s in std])
+
+
+def held(facts: Mapping[str, Any], place: Place) -> Held:
     """Data and model for this configuration; the last two are kept, for a process that serves many messages."""
-    config = local_config(text, place.overrides)
-    key = (hashlib.sha256(f"{config}".encode()).hexdigest(), place.own)
+    config = local_config(str(facts["config"]), place.overrides)
+    seen = (config, facts.get("classes"), facts.get("mean"), facts.get("std")) if place.own else config
+    key = (hashlib.sha256(f"{seen}".encode()).hexdigest(), place.own)
     if key not in _held:
-        bench = set_up(config)
+        bench = set_up(config, own_dataset(config, facts) if place.own else None)
         shards: list[Index] = [] if place.own else make_shards(bench)
         start = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
         trains = {name: param.requires_grad for name, param in bench.model.named_parameters()}
@@ -113,7 +136,7 @@ def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parce
     try:
         if operation not in OPERATIONS:
             raise Refused(f"{operation!r} is not something that a site does")
-        known = held(str(asked.facts["config"]), place)
+        known = held(asked.facts, place)
         bench = known.fresh()
         if place.own:
             shards: Mapping[int, Index] = {place.number: np.arange(len(bench.dataset.train), dtype=np.int64)}
@@ -137,7 +160,7 @@ def hello(asked: Parcel, site: Site, memory: Memory) -> Parcel:
             "clients": site.holding,
             "samples": [len(site.shards[k]) for k in site.holding],
             "backbone": backbone_digest(site.bench),
-            "classes": site.bench.dataset.num_classes,
+            "classes": site.bench.dataset.class_names,
             "fedlens": __version__,
         }
     )

@@ -13,6 +13,7 @@ from typing import Any
 Scope = MutableMapping[str, Any]
 Handler = Callable[[Scope, Any, Any], Awaitable[None]]
 FOR_SITES = ("/v1/fleet/", "/health")
+LARGEST = 64 * 2**20  # bytes of a request: Flower sends arrays in parts of a few MB
 HOOK = "flwr.ee.superlink.extensions"  # where Flower looks for middleware
 
 
@@ -24,13 +25,26 @@ class SitesOnly:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan" or _from_here(scope) or (scope["type"] == "http" and _clean(scope["path"]).startswith(FOR_SITES)):
-            await self.app(scope, receive, send)
+            await self.app(scope, _limited(receive) if scope["type"] == "http" else receive, send)
             return
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
         await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
         await send({"type": "http.response.body", "body": b"runs are started on the server's own machine\n"})
+
+
+def _limited(receive: Any) -> Any:
+    """A request's body, given up as soon as it is larger than any that Flower sends."""
+    taken = 0
+
+    async def next_part() -> Any:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        return message if taken <= LARGEST else {"type": "http.disconnect"}
+
+    return next_part
 
 
 def _from_here(scope: Scope) -> bool:

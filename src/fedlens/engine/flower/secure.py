@@ -3,25 +3,46 @@
 Sites agree on masks that cancel in the sum, so what a site uploads is noise to the server; shares of the masks' keys let the others make good
 for a site that drops out. The vectors are the k active coordinates: sparsity makes them short, the protocol makes every number eight bytes of an
 integer. A site adds its own clients up first. Entries beyond `privacy.range` are cut off by the site, the only bound that can hold for what nobody sees.
+
+Flower stretches keys into masks with a generator of 32 bits of state, which can be searched through; here AES-256 in counter mode does it, on both sides.
 """
 
+import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod.secure_aggregation import secaggplus_mod as mod_module
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.secure_aggregation import secaggplus_workflow as workflow_module
 from flwr.serverapp import Grid
 
-from fedlens.engine.flower.node import Memory, Place, answer
+from fedlens.engine.flower.node import Memory, Place, answer, local_config
 from fedlens.engine.flower.wire import Parcel, Refused
 from fedlens.engine.work import Update
 
 FORM = "safetensors"
+log = logging.getLogger("fedlens")
+
+
+def masks_from(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray[Any, Any]]:
+    """Integers in [0, num_range), a power of two, that only who has the seed can tell from noise."""
+    counts = [int(np.prod(dimensions, dtype=np.int64)) for dimensions in dimensions_list]
+    key = hashlib.sha256(b"fedlens masks" + seed).digest()
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(bytes(4 * sum(counts)))
+    numbers = np.frombuffer(stream, dtype="<u4").astype(np.int64) & (num_range - 1)
+    parts = np.split(numbers, np.cumsum(counts)[:-1])
+    return [part.reshape(dimensions) for part, dimensions in zip(parts, dimensions_list, strict=True)]
+
+
+workflow_module.pseudo_rand_gen = mod_module.pseudo_rand_gen = masks_from
 
 
 class _Site:
@@ -59,17 +80,24 @@ class Counted:
 
     def __init__(self, grid: Grid) -> None:
         self.grid, self.up, self.down = grid, 0, 0
+        self.failed: set[int] = set()  # sites that left a message without a good answer
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
-        self.down += sum(_size(message) for message in sent)
+        self.down += sum(content_size(message) for message in sent)
         found = list(self.grid.send_and_receive(sent, timeout=timeout))
-        self.up += sum(_size(message) for message in found if not message.has_error())
-        return found
+        good = [message for message in found if not message.has_error()]
+        self.up += sum(content_size(message) for message in good)
+        self.failed |= {message.metadata.dst_node_id for message in sent} - {message.metadata.src_node_id for message in good}
+        return good
 
 
-def _size(message: Message) -> int:
-    return sum(record.count_bytes() for record in message.content.values())
+def content_size(message: Message) -> int:
+    """Of its content, as it travels."""
+    return sum(
+        sum(len(array.data) for array in record.values()) if isinstance(record, ArrayRecord) else len(record.deflate())
+        for record in message.content.values()
+    )
 
 
 def secure_mean(
@@ -92,7 +120,11 @@ def secure_mean(
     workflow = SecAggPlusWorkflow(
         num_shares=1.0, reconstruction_threshold=max(0.51, fraction), max_weight=float(most), clipping_range=bound, timeout=deadline
     )
-    workflow(grid, legacy)
+    try:
+        workflow(grid, legacy)
+    except Exception as error:  # whatever a site can make Flower stumble over
+        log.warning("secure aggregation: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        return None
     if strategy.mean is None:
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
@@ -103,13 +135,16 @@ def site_answer(message: Message, place: Place, memory: Memory) -> Message:
     """The training of this site's clients, as one mean by samples. What goes wrong is raised: to the others the site has then dropped out."""
     asked = compat.recorddict_to_fitins(message.content, keep_input=True)
     (blob,) = asked.parameters.tensors
-    reply = answer("update", Parcel.read(asked.config.get("facts"), bytes(blob)), place, memory)
+    asked_parcel = Parcel.read(asked.config.get("facts"), bytes(blob))
+    reply = answer("update", asked_parcel, place, memory)
     if not reply.tensors:
         raise Refused(str(reply.facts.get("error", "head and mask are lacking")))
     found = reply.tensors_as_they_are()
     samples, losses = found["notes"][:, 1], found["notes"][:, 3]
     total = samples.sum()
     mean = (found["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
+    bound = local_config(str(asked_parcel.facts["config"]), place.overrides).privacy.range
+    mean = mean.clamp(-bound, bound)
     if not bool(mean.isfinite().all()):
         raise Refused("the update is not finite")
     metrics = {"loss": float((losses * samples).sum() / total), "clients": len(samples)}

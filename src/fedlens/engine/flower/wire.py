@@ -21,6 +21,18 @@ class Refused(Exception):
     """What arrived is not what was asked for; the message says why, in one line."""
 
 
+class Failure(str):
+    """Why there is no answer that can be used, in one line; `size`: bytes that came all the same."""
+
+    size: int = 0
+
+    @classmethod
+    def of(cls, why: object, size: int = 0) -> "Failure":
+        found = cls(" ".join(str(why).split())[:300] or "no reason given")
+        found.size = size
+        return found
+
+
 @dataclass(frozen=True)
 class Parcel:
     """One message's content."""
@@ -73,7 +85,8 @@ class Parcel:
         except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise Refused(f"its tensors are not safetensors ({first_line(error)})") from None
         if set(found) != set(expected):
-            raise Refused(f"it holds {', '.join(sorted(found)) or 'nothing'} where {', '.join(sorted(expected))} was asked for")
+            held = ", ".join(sorted(ascii(name)[1:-1][:40] for name in list(found)[:20]))
+            raise Refused(f"it holds {held or 'nothing'} where {', '.join(sorted(expected))} was asked for")
         for name, (dtype, shape) in expected.items():
             if found[name].dtype != dtype or tuple(found[name].shape) != shape:
                 given = f"{str(found[name].dtype).removeprefix('torch.')} {list(found[name].shape)}"
