@@ -319,7 +319,7 @@ def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
 
 
 def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
-    """Sites with another key, no key, another authority, no TLS; a run started from another address; and then the three that belong."""
+    """Sites with another key, no key, another authority, no TLS; one that claims the clients of others; and then those that belong."""
     with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=1"]) as d:
         d.server()
         d.until(lambda: "sites may join" in d.log("server"), "the server")
@@ -346,7 +346,10 @@ def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
             assert re.search(why, d.log(name)), (name, d.log(name)[-1500:])
         d.until(lambda: "0 of 3 clients are there, at 0 sites" in d.run_log(), "the server's count")
         _door_is_closed(d)
-        for k in range(3):
+        greedy = _with(good, "--node-config", "partition-id=0 num-partitions=1")  # with the key of site 0
+        d.start("greedy", ["flower-supernode", *greedy], env=environment(tmp_path / "home-greedy"))
+        d.until(lambda: "claims client 2, which is not one of those that its key stands for" in d.run_log(), "the greedy site's claim")
+        for k in (1, 2):
             d.site(k)
         run = d.finished()
         assert run.metrics[0]["clients"] == 3

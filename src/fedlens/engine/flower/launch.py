@@ -268,6 +268,8 @@ def _child(command: Sequence[str], env: Mapping[str, str], **pipes: object) -> "
                 break
             except subprocess.TimeoutExpired:
                 continue
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 # --- a site ----------------------------------------------------------------------------------------------------------

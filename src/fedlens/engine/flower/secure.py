@@ -10,18 +10,17 @@ Flower stretches keys into masks with a generator of 32 bits of state, which can
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.client.mod.secure_aggregation import secaggplus_mod as mod_module
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
-from flwr.server.workflow.secure_aggregation import secaggplus_workflow as workflow_module
 from flwr.serverapp import Grid
 
 from fedlens.engine.flower.node import Memory, Place, answer, local_config
@@ -42,7 +41,10 @@ def masks_from(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
     return [part.reshape(dimensions) for part, dimensions in zip(parts, dimensions_list, strict=True)]
 
 
-workflow_module.pseudo_rand_gen = mod_module.pseudo_rand_gen = masks_from
+for _place in ("flwr.client.mod.secure_aggregation.secaggplus_mod", "flwr.server.workflow.secure_aggregation.secaggplus_workflow"):
+    _module = import_module(_place)  # by name: one of them is hidden behind a function of the same name
+    assert callable(_module.pseudo_rand_gen)
+    _module.pseudo_rand_gen = masks_from  # type: ignore[attr-defined]
 
 
 class _Site:
