@@ -285,6 +285,7 @@ def answer(operation, asked, place, memory):
     return Parcel.of({}, found)
 
 apps.place_of, apps.answer = remember, answer
+__all__ = ["app"]
 '''
 
 
@@ -498,6 +499,7 @@ def test_the_how_to_page_word_for_word(tmp_path: Path) -> None:
         for site in sites:
             with suppress(ProcessLookupError):
                 os.killpg(site.pid, signal.SIGKILL)
+            site.wait()
     rows = [line.split() for line in said.splitlines()]
     assert [row[0] for row in rows] == ["simulated", "federation/simulated", "federation/run"]
     assert len({row[1] for row in rows}) == 1 and all(abs(float(row[3].strip("tensor()"))) < 1e-5 for row in rows)
