@@ -232,7 +232,7 @@ def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Pa
         assert run.summary["dropped"] == sum(3 - c for c in clients)
 
 
-def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+def test_a_server_killed_between_rounds_ends_with_the_parameters_of_a_run_that_was_not(tmp_path: Path) -> None:
     options = [
         *SMALL,
         "experiment=fedavg_iid_sparse",
@@ -252,7 +252,7 @@ def test_a_server_killed_between_rounds_ends_with_the_bits_of_one_that_was_not(t
         run = d.finished()
         assert "resuming at round" in d.run_log()
     assert [line["round"] for line in run.metrics] == [1, 2, 3]
-    assert run.mask == here.mask and all(torch.equal(run.state[name], tensor) for name, tensor in here.state.items())
+    assert run.mask == here.mask and distance(run, here) <= 1e-5  # to the bit: test_federation.py
 
 
 EVIL = '''
