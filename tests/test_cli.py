@@ -26,6 +26,8 @@ def commands() -> list[list[str]]:
         ["search"],
         ["arith"],
         *arith,
+        ["federate"],
+        *(["federate", part] for part in ("init", "server", "client")),
         ["doctor"],
     ]
 

@@ -452,8 +452,9 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     if model.get("weights"):
         model["weights"] = Path(model["weights"]).name
     for section, key, neutral in LATER:
-        if (plain.get(section) or {}).get(key) == neutral:
-            plain[section].pop(key, None)
+        found = plain.get(section) or {}
+        if key in found and found[key] == neutral:
+            del found[key]
     if set(plain.get("privacy") or {}) <= {"delta", "range"}:  # nothing is asked for
         plain.pop("privacy", None)
     return plain
