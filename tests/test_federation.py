@@ -23,8 +23,9 @@ from fedlens.config import compose, identity, to_yaml
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
 from fedlens.engine.flower.programs import SitesOnly
-from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_bits, from_upper, to_bits, upper
+from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
+from fedlens.lens.bitmap import pack_bits, unpack_bits
 from fedlens.training.execute import Run, execute
 from fedlens.training.setup import set_up
 
@@ -518,7 +519,7 @@ def test_random_bytes_are_refused_and_never_crash(blob: bytes) -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
 def test_bits_and_triangles_come_back(bits: list[bool], size: int) -> None:
     where = torch.tensor(bits)
-    assert torch.equal(from_bits(to_bits(where), len(bits)), where)
+    assert torch.equal(unpack_bits(pack_bits(where), len(bits)), where)
     square = torch.randn(size, size, dtype=torch.float64)
     square = square + square.T
     assert torch.equal(from_upper(upper(square), size), square)

@@ -22,6 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedlens.config import compose
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer
+from fedlens.engine.flower.programs import TIED
 from fedlens.engine.flower.secure import Counted, content_size, secure_mean, site_answer
 from fedlens.engine.flower.wire import Failure, Parcel, Refused
 from fedlens.engine.work import Update
@@ -32,7 +33,6 @@ from fedlens.training.site import Traffic
 
 POLL = 0.5  # seconds between looks for answers
 PATIENCE = 60.0  # seconds for a predecessor to end
-TIED = "FEDLENS_TIED"  # set by `fedlens federate`: its processes end when it does
 FACTS, TENSORS, MEMORY = "facts", "tensors", "memory"
 log = logging.getLogger("fedlens")
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fedlens.config import Config, RunConfig, to_yaml
-from fedlens.engine.flower.node import SETUP, backbone_digest, head_shapes, whole_space
-from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, from_upper, to_bits
+from fedlens.engine.flower.node import SETUP, backbone_digest, setup_shapes, whole_space
+from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, from_upper
 from fedlens.engine.work import Offsets, Update
 from fedlens.errors import UserError
+from fedlens.lens.bitmap import pack_bits
 from fedlens.lens.masks import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
@@ -86,7 +87,6 @@ class Federation:
         self._homes_before: dict[int, int] = {}  # client -> site, as the process before this one knew it
         self._greeted: set[int] = set()
         self._not_before: dict[int, float] = {}  # site that was left out -> when it is asked again
-        self._space: ParamSpace | None = None
         self._setup: dict[str, Tensor] = {}
         self._digest = ""
         self._ready: set[int] = set()  # sites that have head and mask
@@ -266,8 +266,8 @@ class Federation:
     def sensitivities(self, names: Collection[str], active: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         space = whole_space(self.bench)
         inside = space.flatten(active).cpu()
-        views, count = space.views(inside), int(inside.sum())
-        question = Question(self, {"sums": (torch.float32, (count,))}, {"active": to_bits(inside), **self._head()})
+        count = int(inside.sum())
+        question = Question(self, {"sums": (torch.float32, (count,))}, {"active": pack_bits(inside), **self._head()})
         for client, found in self._collect("sensitivity", self._everyone(), question, "mask calibration").items():
             sums = found.tensors["sums"]
             if not bool(sums.isfinite().all()) or bool((sums < 0).any()):
@@ -276,17 +276,16 @@ class Federation:
                 continue
             whole = torch.zeros(space.size)
             whole[inside] = sums
-            yield {name: view.to(self.bench.device) for name, view in space.views(whole).items() if name in names and name in views}
+            yield {name: view.to(self.bench.device) for name, view in space.views(whole).items() if name in names}
 
     def _head(self) -> dict[str, Tensor]:
         return {f"head.{name}": param.detach() for name, param in self.bench.model.head.named_parameters()}  # type: ignore[union-attr]
 
     def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
-        self._space = space
         kept = self._head()
-        assert set(kept) == set(head_shapes(self.bench))
         if mask is not None:
-            kept["mask"] = to_bits(whole_space(self.bench).flatten(mask.as_dict()))
+            kept["mask"] = pack_bits(whole_space(self.bench).flatten(mask.as_dict()))
+        assert set(kept) == set(setup_shapes(self.bench))
         self._setup = kept
         self._digest = hashlib.sha256(Parcel.of({}, kept).tensors).hexdigest()
         self._ready.clear()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from fedlens.config import compose
 from fedlens.engine.flower.node import OWN
+from fedlens.engine.flower.programs import TIED
 from fedlens.errors import UserError, bad_value
 
 APP = """\
@@ -107,7 +108,7 @@ def environment(home: Path) -> dict[str, str]:
         **quiet,
         **os.environ,
         "FLWR_HOME": str(home.resolve()),
-        "FEDLENS_TIED": "1",
+        TIED: "1",
         "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
     }
 
@@ -299,7 +300,7 @@ def client_options(site: Path, *, own_data: bool, address: str | None, overrides
 
 
 def free_port() -> int:
-    """For the site's talk with its own processes."""
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -21,8 +21,9 @@ from fedlens.config import Config, to_config
 from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
 from fedlens.data.folder import load_folder
 from fedlens.data.partition import Index
-from fedlens.engine.flower.wire import Parcel, Refused, from_bits, to_bits, upper
+from fedlens.engine.flower.wire import Expected, Parcel, Refused, upper
 from fedlens.errors import UserError, first_line
+from fedlens.lens.bitmap import unpack_bits
 from fedlens.lens.masks import Mask, eligible, of_kinds, softened
 from fedlens.lens.space import ParamSpace
 from fedlens.training.algorithms import ALGORITHMS
@@ -187,7 +188,7 @@ def _take_head(tensors: dict[str, Tensor], bench: Bench) -> None:
             param.copy_(tensors[f"head.{name}"])
 
 
-def head_shapes(bench: Bench) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def head_shapes(bench: Bench) -> Expected:
     return {f"head.{name}": (torch.float32, tuple(param.shape)) for name, param in bench.model.head.named_parameters()}  # type: ignore[union-attr]
 
 
@@ -200,12 +201,18 @@ def _bitmap(space: ParamSpace) -> tuple[torch.dtype, tuple[int, ...]]:
     return torch.uint8, (-(-space.size // 8),)
 
 
+def setup_shapes(bench: Bench) -> Expected:
+    """The frozen head, and the mask where there is one."""
+    mask = {} if bench.config.mask.strategy is None else {"mask": _bitmap(whole_space(bench))}
+    return {**head_shapes(bench), **mask}
+
+
 def sensitivity(asked: Parcel, site: Site, memory: Memory) -> Parcel:
     """The sums of each client for the coordinates still in question, in the network whose rejected weights are softened."""
     bench, space = site.bench, whole_space(site.bench)
     tensors = asked.unpack({"active": _bitmap(space), **head_shapes(bench)})
     _take_head(tensors, bench)
-    active = space.views(from_bits(tensors["active"], space.size))
+    active = space.views(unpack_bits(tensors["active"], space.size))
     names = [name for name, mask in active.items() if bool(mask.any())]
     among = space.flatten(eligible(bench.model)) & ~of_kinds(space, bench.config.mask.without)
     with softened(bench.model, active, space.views(among), bench.config.mask.soft):
@@ -219,8 +226,7 @@ def sensitivity(asked: Parcel, site: Site, memory: Memory) -> Parcel:
 def _set_up(asked: Parcel, site: Site, memory: Memory, tensors: dict[str, Tensor]) -> ParamSpace | None:
     """Head and mask: sent once and kept, known by their digest. None: they are not here, the server has to send them again."""
     bench, space = site.bench, whole_space(site.bench)
-    masked = bench.config.mask.strategy is not None
-    names = {**head_shapes(bench), **({"mask": _bitmap(space)} if masked else {})}
+    names = setup_shapes(bench)
     wanted = str(asked.facts[SETUP])
     if set(names) <= set(tensors):
         kept = Parcel.of({}, {name: tensors[name] for name in names}).tensors
@@ -232,8 +238,8 @@ def _set_up(asked: Parcel, site: Site, memory: Memory, tensors: dict[str, Tensor
     found = Parcel({}, kept).unpack(names)
     _take_head(found, bench)
     mask = None
-    if masked:
-        mask = Mask(space.views(from_bits(found["mask"], space.size)), eligible(bench.model))
+    if "mask" in found:
+        mask = Mask(space.views(unpack_bits(found["mask"], space.size)), eligible(bench.model))
     inside = masked_space(bench, mask)
     site.begin(inside, mask)
     return inside
@@ -241,15 +247,12 @@ def _set_up(asked: Parcel, site: Site, memory: Memory, tensors: dict[str, Tensor
 
 def _theta(asked: Parcel, site: Site, memory: Memory, rows: int = 0) -> tuple[ParamSpace | None, dict[str, Tensor]]:
     """θ and, for SCAFFOLD, each client's offset; with the setup where the server thinks that it is lacking here."""
-    bench, space = site.bench, whole_space(site.bench)
-    size = int(asked.facts["size"])
+    bench, size = site.bench, int(asked.facts["size"])
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"theta": (torch.float32, (size,))}
     if rows:
         expected["offsets"] = (torch.float32, (rows, size))
     if asked.facts.get("sent"):
-        expected |= head_shapes(bench)
-        if bench.config.mask.strategy is not None:
-            expected["mask"] = _bitmap(space)
+        expected |= setup_shapes(bench)
     tensors = asked.unpack(expected)
     inside = _set_up(asked, site, memory, tensors)
     if inside is not None and inside.size != size:
@@ -288,4 +291,4 @@ OPERATIONS: dict[str, Callable[[Parcel, Site, Memory], Parcel]] = {
     operation.__name__: operation for operation in (hello, ridge, sensitivity, update, fisher)
 }
 
-__all__ = ["OPERATIONS", "Place", "answer", "backbone_digest", "head_shapes", "to_bits", "whole_space"]
+__all__ = ["OPERATIONS", "Place", "answer", "backbone_digest", "local_config", "setup_shapes", "whole_space"]

@@ -14,6 +14,7 @@ Scope = MutableMapping[str, Any]
 Handler = Callable[[Scope, Any, Any], Awaitable[None]]
 FOR_SITES = ("/v1/fleet/", "/health")
 LARGEST = 64 * 2**20  # bytes of a request: Flower sends arrays in parts of a few MB
+TIED = "FEDLENS_TIED"  # in the environment of processes that end when the one that started them does
 HOOK = "flwr.ee.superlink.extensions"  # where Flower looks for middleware
 
 

@@ -98,15 +98,6 @@ def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * torch.empty((), dtype=dtype).element_size()
 
 
-def to_bits(where: Tensor) -> Tensor:
-    """bool [P] -> uint8 [ceil(P/8)]."""
-    return torch.from_numpy(np.packbits(where.cpu().numpy()))
-
-
-def from_bits(bits: Tensor, count: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=count)).bool()
-
-
 def upper(symmetric: Tensor) -> Tensor:
     """[d, d] -> its upper triangle [d·(d+1)/2]: the rest is the same numbers."""
     row, column = torch.triu_indices(len(symmetric), len(symmetric))
