@@ -17,6 +17,7 @@ from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
 from fedlens.study.report.figures import FigureFile, write_figures
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
+from fedlens.study.report.latex_across import across_tables, numbers
 from fedlens.study.report.latex_tables import escape, latex_tables
 from fedlens.study.report.markdown import csv_rows, escaped, layout, markdown_report, placeless, slug, table_stems, unique
 from fedlens.study.results import Gathered, gather
@@ -317,6 +318,56 @@ def test_a_long_table_goes_on_in_another(tmp_path: Path) -> None:
     assert sum(f"c{i} & 1 &" in full.text for i in range(45)) == 45
 
 
+# --- across tables, and numbers for sentences
+
+RULES: dict[str, Sequence[Cell]] = {
+    "at Nc=1": [("dense", "dense", {}, [0.70, 0.72, 0.73]), ("sparse one", "sparse", {}, [0.80, 0.82, 0.84])],
+    "IID": [("dense", "dense", {}, [0.80, 0.82, 0.84]), ("sparse one", "sparse", {}, [0.85, 0.86, None])],
+}
+
+
+def test_tables_with_the_same_cells_stand_side_by_side(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "rules", RULES), make_study(tmp_path / "other", PLAIN), make_study(tmp_path / "grid", GRID)])
+    together = [table for table in across_tables(found) if table.kind == "together"]
+    assert [table.name for table in together] == ["toy-together"], "one table has no other beside it, a grid is one already"
+    lines = together[0].text.splitlines()
+    assert r" & at Nc=1 & IID \\" in lines
+    row = next(line for line in lines if line.startswith("sparse one"))
+    assert r"$\mathbf{82.00 \pm 2.00}^{\dagger}$" in row and r"$85.50 \pm 0.71$" in row and row.index("82.00") < row.index("85.50")
+    assert "$n{=}3$" in row and "$n{=}2$" in row
+
+
+def test_the_geometry_of_updates_is_that_of_the_first_round_and_of_all(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "s", PLAIN)])
+    geometry = next(table.text for table in across_tables(found) if table.kind == "geometry")
+    assert r"dense & $0.10$ & $0.10$ & $0.20$ & $0.20$ & $0.51$ & $0.52$ \\" in geometry  # cosine 0.1 · seed; drift 0.51, 0.52, 0.53
+    assert "central" not in geometry.split("midrule")[1], "it has no rounds"
+    assert " & rate & " not in geometry, "all rates are one"
+
+
+def test_rates_stand_beside_the_geometry_where_they_differ(tmp_path: Path) -> None:
+    folder = make_study(tmp_path / "s", RULES)
+    for run in (folder / "runs").glob("run-*-1-*"):
+        config = json.loads((run / "config.yaml").read_text())
+        config["optim"]["lr"] = 0.0012
+        (run / "config.yaml").write_text(json.dumps(config))
+    text = next(table.text for table in across_tables(gather([folder])) if table.kind == "geometry")
+    assert "dense & 0.03 & $" in text and r"sparse one & $1.2{\cdot}10^{-3}$ & $" in text
+
+
+def test_every_number_is_a_macro(tmp_path: Path) -> None:
+    text = numbers(gather([make_study(tmp_path / "s", RULES, name="masks of all")]))
+    defined = dict(re.findall(r"\\gdef\\csname (lens/[^\\]+)\\endcsname\{(.*)\}", text))
+    assert defined["lens/masks-of-all/all/runs"] == "11"
+    assert defined["lens/masks-of-all-at-nc-1/dense/mean"] == "71.67" and defined["lens/masks-of-all-at-nc-1/dense/n"] == "3"
+    assert (
+        defined["lens/masks-of-all-at-nc-1/sparse-one/diff"] == "$+10.33$"
+        and float(defined["lens/masks-of-all-at-nc-1/sparse-one/p"]) < 0.05
+    )
+    assert defined["lens/masks-of-all-iid/sparse-one/n"] == "2" and defined["lens/masks-of-all-iid/sparse-one/drift_ratio"] == "0.52"
+    assert "lens/masks-of-all-at-nc-1/dense/diff" not in defined
+
+
 # --- figures
 
 
@@ -423,3 +474,27 @@ def test_an_error_of_latex_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"paper\.tex: \w+ says \S*paper\.tex:3: Undefined control sequence") as caught:
         compile_pdf(tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "paper.pdf").exists()
+
+
+@needs_tex
+@pytest.mark.parametrize("engine", ["latexmk", "pdflatex"])
+def test_a_paper_that_is_written_has_its_numbers_and_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    if shutil.which(engine) is None or shutil.which("bibtex") is None:
+        pytest.skip(f"no {engine} with bibtex here")
+    found = shutil.which
+    monkeypatch.setattr(latex.shutil, "which", lambda name: found(name) if name in (engine, "pdflatex", "bibtex") else None)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "numbers.tex").write_text(numbers(gather([make_study(tmp_path / "s", RULES)])))
+    (tmp_path / "references.bib").write_text("@misc{one, author={A. Name}, title={Of something}, year={2025}}\n")
+    written = r"""\documentclass{article}\input{tables/numbers}\begin{document}
+Dense reaches \lens{toy-iid}{dense}\,\% (n = \lens[n]{toy-iid}{dense}) \cite{one}.
+\bibliographystyle{plain}\bibliography{references}\end{document}"""
+    (tmp_path / "paper.tex").write_text(written)
+    made = compile_pdf(tmp_path)
+    assert made is not None and made.stat().st_size > 10_000
+    if shutil.which("pdftotext"):
+        said = subprocess.run(["pdftotext", str(made), "-"], capture_output=True, text=True, check=True).stdout
+        assert "Dense reaches 82.00 % (n = 3) [1]." in said and "Of something" in said and "[?]" not in said
+    (tmp_path / "paper.tex").write_text(written.replace("{toy-iid}{dense}", "{toy-iid}{sparse}"))
+    with pytest.raises(UserError, match="no number mean of sparse in toy-iid"):
+        compile_pdf(tmp_path)

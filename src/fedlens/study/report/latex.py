@@ -15,6 +15,7 @@ from typing import Any
 from fedlens.errors import UserError
 from fedlens.runs.store import write_atomic
 from fedlens.study.report.figures import FigureFile, write_figures
+from fedlens.study.report.latex_across import NUMBERS, across_tables, numbers
 from fedlens.study.report.latex_tables import TableFile, escape, latex_tables
 from fedlens.study.report.markdown import (
     CLAIM,
@@ -35,7 +36,7 @@ PAPER = "paper.tex"
 SEAL = "% Made by fedlens report; as long as nothing below is changed, a new report may replace it: "
 TITLE = "Federated fine-tuning under the lens of task arithmetic"
 LATER = 9  # rank of what the paper has in another form
-TABLE_RANK = {"grid": 0, "cells": 0, "searches": 0, "paired": 2, "full": LATER}
+TABLE_RANK = {"grid": 0, "together": 0, "cells": 0, "searches": 0, "paired": 2, "geometry": 4, "full": LATER}
 FIGURE_RANK = {
     "alpha": 1,
     "xi": 1,
@@ -110,17 +111,18 @@ def write_latex(gathered: Gathered, folder: Path) -> Path:
 
 def _write(gathered: Gathered, folder: Path) -> list[Path]:
     """The paper and all that it needs."""
-    tables, figures = list(latex_tables(gathered)), write_figures(gathered, folder / "figures")
+    tables, figures = [*latex_tables(gathered), *across_tables(gathered)], write_figures(gathered, folder / "figures")
+    texts = {NUMBERS: numbers(gathered), **{table.name: table.text for table in tables}}
     (folder / "tables").mkdir(parents=True, exist_ok=True)
-    for table in tables:
-        write_atomic(folder / "tables" / f"{table.name}.tex", table.text)
-    paper, text = folder / PAPER, paper_text(gathered, tables, figures)
+    for name, text in texts.items():
+        write_atomic(folder / "tables" / f"{name}.tex", text)
+    paper, skeleton = folder / PAPER, paper_text(gathered, tables, figures)
     target = paper if not paper.exists() or _untouched(paper) else folder / "paper-new.tex"
     if target != paper:
         log.info("%s was edited and stays; the new skeleton is %s", paper, target)
-    write_atomic(target, f"{SEAL}{_digest(text)}\n{text}")
+    write_atomic(target, f"{SEAL}{_digest(skeleton)}\n{skeleton}")
     drawn = [figure.path.with_name(figure.path.name + suffix) for figure in figures for suffix in (".pdf", ".png")]
-    return [paper, *(folder / "tables" / f"{table.name}.tex" for table in tables), *drawn]
+    return [paper, *(folder / "tables" / f"{name}.tex" for name in texts), *drawn]
 
 
 def _digest(text: str) -> str:
@@ -158,9 +160,11 @@ Floating = TableFile | FigureFile
 def _fitting(tables: Sequence[TableFile], figures: Sequence[FigureFile]) -> tuple[list[Floating], list[Floating]]:
     """What has room in eight pages, the most telling first, and what has not. Both in the order in which they were made."""
     gridded = {(t.study, t.table) for t in tables if t.kind == "grid"}
+    joined = {t.study for t in tables if t.kind == "together"}
     ranked: list[tuple[int, float, Floating]] = []
     for t in tables:
-        rank = LATER if t.kind == "cells" and (t.study, t.table) in gridded else TABLE_RANK[t.kind]
+        elsewhere = t.kind == "cells" and ((t.study, t.table) in gridded or t.study in joined)
+        rank = LATER if elsewhere else TABLE_RANK[t.kind]
         ranked.append((rank, t.height * (1 + t.wide), t))
     for f in figures:
         caption = 0.35 + 0.16 * len(f.caption) / (110 if f.wide else 55)
@@ -356,14 +360,15 @@ def _searches(used: Sequence[Floating]) -> str:
 def compile_pdf(folder: Path) -> Path | None:
     """FOLDER/paper.pdf from paper.tex, without shell escape; None where no TeX engine is found."""
     with tempfile.TemporaryDirectory() as inside:
-        commands = _commands(inside)
+        cites = r"\bibliography{" in (folder / PAPER).read_text(encoding="utf-8", errors="replace")
+        commands = _commands(inside, cites)
         if not commands:
             log.info(
                 "no paper.pdf: none of latexmk with pdflatex, tectonic and pdflatex is found; paper.tex is ready to be compiled elsewhere"
             )
             return None
         for command in commands:
-            _tex(command, folder)
+            _tex(command, folder, inside)
         made = Path(inside) / "paper.pdf"
         if not made.is_file():
             raise UserError(f"paper.tex: {commands[0][0]} left no PDF")
@@ -371,20 +376,21 @@ def compile_pdf(folder: Path) -> Path | None:
     return folder / "paper.pdf"
 
 
-def _commands(inside: str) -> list[list[str]]:
-    """The passes of the first engine that is found."""
+def _commands(inside: str, cites: bool) -> list[list[str]]:
+    """The passes of the first engine that is found; latexmk and tectonic see to references themselves."""
     quiet = ["-interaction=nonstopmode", "-halt-on-error", "-file-line-error"]
     if shutil.which("latexmk") and shutil.which("pdflatex"):  # -norc: no Perl from a folder that somebody else wrote
         return [["latexmk", "-norc", "-pdf", *quiet, "-latexoption=-no-shell-escape", f"-outdir={inside}", PAPER]]
     if shutil.which("tectonic"):
         return [["tectonic", "--untrusted", "--outdir", inside, PAPER]]
     if shutil.which("pdflatex"):
-        return [["pdflatex", *quiet, "-no-shell-escape", f"-output-directory={inside}", PAPER]] * 2
+        once = ["pdflatex", *quiet, "-no-shell-escape", f"-output-directory={inside}", PAPER]
+        return [once, ["bibtex", f"{inside}/paper"], once, once] if cites and shutil.which("bibtex") else [once, once]
     return []
 
 
-def _tex(command: Sequence[str], folder: Path) -> None:
-    environment = {**os.environ, "max_print_line": "1000"}  # an error stays in one line
+def _tex(command: Sequence[str], folder: Path, inside: str) -> None:
+    environment = {**os.environ, "max_print_line": "1000", "TEXMFOUTPUT": inside}  # an error stays in one line; bibtex may write there
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL

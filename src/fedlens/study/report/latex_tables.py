@@ -94,7 +94,7 @@ class TableFile:
     label: str
     study: int | None  # its place among the studies; None: searches
     table: int | None
-    kind: str  # cells, full, grid, paired, searches
+    kind: str  # cells, full, grid, paired, searches; together, geometry (latex_across.py)
     wide: bool
     height: float  # inches, about
 
@@ -142,7 +142,7 @@ def _p(p: float | None) -> str:
 # --- floats
 
 
-def _float(name: str, caption: str, columns: str, head: Sequence[str], rows: Sequence[str], wide: bool, gap: str = "") -> str:
+def table_float(name: str, caption: str, columns: str, head: Sequence[str], rows: Sequence[str], wide: bool, gap: str = "") -> str:
     """The environment, or several where the rows are many. `caption` is LaTeX, and so is `gap`, which stands between rows."""
     starred, parts = "table*" if wide else "table", []
     for start in range(0, max(1, len(rows)), ROWS):
@@ -165,7 +165,7 @@ def _float(name: str, caption: str, columns: str, head: Sequence[str], rows: Seq
     return "\n".join(parts) + "\n"
 
 
-def _row(*entries: str) -> str:
+def row(*entries: str) -> str:
     return " & ".join(entries) + r" \\"
 
 
@@ -174,17 +174,17 @@ def _stacked(above: str, below: str) -> str:
     return rf"\begin{{tabular}}[t]{{@{{}}c@{{}}}}{above}\\{{\scriptsize {below}}}\end{{tabular}}" if below else above
 
 
-def _label_column(inches: float) -> str:
+def label_column(inches: float) -> str:
     return rf">{{\raggedright\arraybackslash}}p{{{inches}in}}"
 
 
-def _marks(table: TableResult) -> dict[str, Comparison]:
+def marks(table: TableResult) -> dict[str, Comparison]:
     """label -> its difference to the first cell, where that is below 5 % after correction."""
     return {c.name_b: c for c in table.comparisons() if c.p_adjusted is not None and c.p_adjusted < CLAIM}
 
 
-def _marks_text(table: TableResult) -> str:
-    found, marked = table.comparisons(), _marks(table)
+def marks_text(table: TableResult) -> str:
+    found, marked = table.comparisons(), marks(table)
     if not found:
         return ""
     first, limit = escape(shown(found[0].name_a)), f"$p < {CLAIM:g}$"
@@ -194,20 +194,20 @@ def _marks_text(table: TableResult) -> str:
     return said + ("; bold: and is higher." if any(c.difference > 0 for c in marked.values()) else ".")
 
 
-def _missing_text(table: TableResult) -> str:
+def missing_text(table: TableResult) -> str:
     found = missing(table)
     return f" Seeds not finished: {escape('; '.join(found))}." if found else ""
 
 
 def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
     """Two lines a cell: means; below them the interval, and how many seeds reached the target."""
-    marked, rows = _marks(table), []
+    marked, rows = marks(table), []
     for cell in table.cells:
         cost, said = reached(table, cell)
         test, sent, target = cell.summary("test_accuracy"), cell.summary("bytes_up"), cost.get("bytes_up")
         inside = _interval(test.low, test.high) if test and test.low is not None else ""
         rows.append(
-            _row(
+            row(
                 escape(shown(cell.label)),
                 str(test.n if test else 0),
                 _stacked(_mean(test, mark=marked.get(cell.label)), inside),
@@ -219,13 +219,13 @@ def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
     head = [
         r" & & test accuracy & & \multicolumn{2}{c}{to the target} \\",
         r"\cmidrule(l){5-6}",
-        _row("", "$n$", r"mean $\pm$ sd", "MB up", "rounds", "MB up"),
+        row("", "$n$", r"mean $\pm$ sd", "MB up", "rounds", "MB up"),
     ]
     caption = (
         rf"{escape(shown(table.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds, below it the 95\,\% $t$ interval of the mean; "
-        f"MB sent by all clients.{_aim(table)}{_marks_text(table)}{_missing_text(table)}"
+        f"MB sent by all clients.{_aim(table)}{marks_text(table)}{missing_text(table)}"
     )
-    text = _float(name, caption, f"{_label_column(0.8)}cccrr", head, rows, wide=False, gap=GAP)
+    text = table_float(name, caption, f"{label_column(0.8)}cccrr", head, rows, wide=False, gap=GAP)
     return TableFile(name, text, f"tab:{name}", study, number, "cells", False, 1.6 + 0.3 * len(rows))
 
 
@@ -236,13 +236,13 @@ def _aim(table: TableResult) -> str:
 
 def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
     """All that is known of each cell, in one line."""
-    marked, rows = _marks(table), []
+    marked, rows = marks(table), []
     for cell in table.cells:
         cost, said = reached(table, cell)
         test, val = cell.summary("test_accuracy"), cell.summary("val_accuracy")
         other = rf", $n={val.n}$" if val and test and val.n != test.n else ""
         rows.append(
-            _row(
+            row(
                 escape(shown(cell.label)),
                 str(test.n if test else 0),
                 _mean(test, mark=marked.get(cell.label)),
@@ -258,38 +258,38 @@ def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
     head = [
         r" & & \multicolumn{2}{c}{test accuracy} & \multicolumn{2}{c}{validation accuracy} & & \multicolumn{3}{c}{to the target} \\",
         r"\cmidrule(lr){3-4}\cmidrule(lr){5-6}\cmidrule(l){8-10}",
-        _row("", "$n$", r"mean $\pm$ sd", r"95\,\% interval", r"mean $\pm$ sd", r"95\,\% interval", "MB up", "rounds", "MB up", "reached"),
+        row("", "$n$", r"mean $\pm$ sd", r"95\,\% interval", r"mean $\pm$ sd", r"95\,\% interval", "MB up", "rounds", "MB up", "reached"),
     ]
     caption = (
         rf"{escape(shown(table.name))}: accuracies in percent, mean $\pm$ standard deviation over $n$ seeds, and the 95\,\% $t$ interval of the mean; "
-        f"MB sent by all clients.{_aim(table)}{_marks_text(table)}{_missing_text(table)}"
+        f"MB sent by all clients.{_aim(table)}{marks_text(table)}{missing_text(table)}"
     )
-    text = _float(name, caption, f"{_label_column(1.35)}crcrcrrrr", head, rows, wide=True)
+    text = table_float(name, caption, f"{label_column(1.35)}crcrcrrrr", head, rows, wide=True)
     return TableFile(name, text, f"tab:{name}", study, number, "full", True, 1.1 + 0.17 * len(rows))
 
 
 def _grid(table: TableResult, grid: Layout, name: str, study: int, number: int) -> TableFile:
     """Two lines a case: mean ± sd; the interval and n."""
-    marked, rows = _marks(table), []
+    marked, rows = marks(table), []
     for case in grid.cases:
-        rows.append(_row(escape(shown(case)), *(_entry(grid.at(case, value), marked) for value in grid.values)))
+        rows.append(row(escape(shown(case)), *(entry(grid.at(case, value), marked) for value in grid.values)))
     key = escape(grid.key.rsplit(".", 1)[-1])
     across = len(grid.values)
     head = [
         rf" & \multicolumn{{{across}}}{{c}}{{{key}}} \\",
         rf"\cmidrule(l){{2-{across + 1}}}",
-        _row("", *(escape(str(value)) for value in grid.values)),
+        row("", *(escape(str(value)) for value in grid.values)),
     ]
     caption = (
         rf"{escape(shown(table.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; "
-        rf"below it the 95\,\% $t$ interval of the mean and $n$.{_marks_text(table)}{_missing_text(table)}"
+        rf"below it the 95\,\% $t$ interval of the mean and $n$.{marks_text(table)}{missing_text(table)}"
     )
     wide = across > NARROW
-    text = _float(name, caption, f"{_label_column(1.0 if wide else 0.5)}{'c' * across}", head, rows, wide, GAP)
+    text = table_float(name, caption, f"{label_column(1.0 if wide else 0.5)}{'c' * across}", head, rows, wide, GAP)
     return TableFile(name, text, f"tab:{name}", study, number, "grid", wide, 1.2 + 0.36 * len(rows))
 
 
-def _entry(cell: CellResult | None, marked: Mapping[str, Comparison]) -> str:
+def entry(cell: CellResult | None, marked: Mapping[str, Comparison]) -> str:
     found = cell.summary("test_accuracy") if cell else None
     if cell is None or found is None:
         return _stacked(NO_VALUE, "$n{=}0$")
@@ -299,7 +299,7 @@ def _entry(cell: CellResult | None, marked: Mapping[str, Comparison]) -> str:
 
 def _paired(table: TableResult, found: Sequence[Comparison], name: str, study: int, number: int) -> TableFile:
     rows = [
-        _row(
+        row(
             escape(shown(c.name_b)),
             _number(f"{100 * c.difference:+z.2f}"),
             _interval(c.low, c.high),
@@ -315,8 +315,8 @@ def _paired(table: TableResult, found: Sequence[Comparison], name: str, study: i
         r"95\,\% $t$ interval; $p$ of the paired $t$ test, and after Holm's correction."
         + (f" No seed shared: {escape(', '.join(alone))}." if alone else "")
     )
-    head = [_row("", "difference", r"95\,\% interval", "$n$", "$p$", r"$p_{\text{Holm}}$")]
-    text = _float(name, caption, f"{_label_column(0.85)}rcrrr", head, rows, wide=False)
+    head = [row("", "difference", r"95\,\% interval", "$n$", "$p$", r"$p_{\text{Holm}}$")]
+    text = table_float(name, caption, f"{label_column(0.85)}rcrrr", head, rows, wide=False)
     return TableFile(name, text, f"tab:{name}", study, number, "paired", False, 1.0 + 0.2 * len(rows))
 
 
@@ -325,14 +325,14 @@ def _searches(searches: Sequence[SearchResult]) -> TableFile:
     for search in searches:
         best, default = best_trial(search), search.default
         rows += [
-            _row(
+            row(
                 escape(search.name),
                 escape(states_text(search)),
                 "best",
                 value_text(best["value"]).replace("—", NO_VALUE) if best else NO_VALUE,
                 escape(placeless(params_text(best["params"]))) if best else NO_VALUE,
             ),
-            _row(
+            row(
                 "",
                 "",
                 "default",
@@ -341,6 +341,6 @@ def _searches(searches: Sequence[SearchResult]) -> TableFile:
             ),
         ]
     caption = r"Searches over hyper-parameters: validation accuracy in percent, one run each ($n = 1$, so no interval); the test set was not read."
-    head = [_row("search", "", "", "validation", "parameters")]
-    text = _float("searches", caption, f"{_label_column(1.1)}{_label_column(1.3)}lr{_label_column(2.9)}", head, rows, wide=True)
+    head = [row("search", "", "", "validation", "parameters")]
+    text = table_float("searches", caption, f"{label_column(1.1)}{label_column(1.3)}lr{label_column(2.9)}", head, rows, wide=True)
     return TableFile("searches", text, "tab:searches", None, None, "searches", True, 1.0 + 0.3 * len(rows))

@@ -1,0 +1,162 @@
+"""What a paper needs beside one table a file: the tables of a study side by side, the geometry of the clients' updates, and every number
+as a macro, so that a sentence changes with the runs that it speaks of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+from fedlens.study.report.latex_tables import (
+    ACROSS,
+    GAP,
+    NARROW,
+    NO_VALUE,
+    TableFile,
+    entry,
+    escape,
+    label_column,
+    marks,
+    marks_text,
+    row,
+    table_float,
+)
+from fedlens.study.report.markdown import layout, shown, table_stems, unique
+from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
+from fedlens.study.statistics import Summary, summarise
+
+NUMBERS = "numbers"
+GEOMETRY = {"cosine": "cosine", "sign_conflict": "sign conflict", "drift_ratio": "drift ratio"}
+MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
+% (mean, sd, n, low, high, val, diff, p, lr, cosine, sign_conflict, drift_ratio: those that it has; the last three are means over rounds),
+% \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
+\providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
+  \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""
+
+
+def across_tables(gathered: Gathered) -> Iterator[TableFile]:
+    """Of every study its tables side by side where they have the same cells; of every table the geometry of its updates."""
+    stems, names = table_stems(gathered), unique([study.name for study in gathered.studies])
+    for i, study in enumerate(gathered.studies):
+        together = _alike(study)
+        if together:
+            yield _together(study, together, f"{names[i]}-together", i)
+        for j, table in enumerate(study.tables):
+            cells = [cell for cell in table.cells if all(over_rounds(cell, key) for key in GEOMETRY)]
+            if len(cells) > 1:
+                yield _geometry(table, cells, f"{stems[i][j]}-geometry", i, j)
+
+
+def numbers(gathered: Gathered) -> str:
+    """The file of macros."""
+    lines = [MACROS]
+    for study, name, stems in zip(gathered.studies, unique([s.name for s in gathered.studies]), table_stems(gathered), strict=True):
+        seconds = [float(run.summary["seconds"]) for run in study.runs if run.summary.get("seconds") is not None]
+        lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
+        for table, stem in zip(study.tables, stems, strict=True):
+            differences = {c.name_b: c for c in table.comparisons()}
+            for cell, key in zip(table.cells, unique([cell.label for cell in table.cells]), strict=True):
+                found = _of_cell(cell)
+                if (against := differences.get(cell.label)) is not None:
+                    found["diff"] = f"${100 * against.difference:+z.2f}$"
+                    found |= {} if against.p_adjusted is None else {"p": f"{against.p_adjusted:.2g}"}
+                lines += [_define(stem, key, what, text) for what, text in found.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _define(table: str, cell: str, key: str, text: str) -> str:
+    return rf"\expandafter\gdef\csname lens/{table}/{cell}/{key}\endcsname{{{text}}}"
+
+
+def _of_cell(cell: CellResult) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if test := cell.summary("test_accuracy"):
+        found |= {"mean": f"{100 * test.mean:.2f}", "n": str(test.n)}
+        found |= {} if test.sd is None else {"sd": f"{100 * test.sd:.2f}"}
+        found |= {} if test.low is None or test.high is None else {"low": f"{100 * test.low:.2f}", "high": f"{100 * test.high:.2f}"}
+    if val := cell.summary("val_accuracy"):
+        found["val"] = f"{100 * val.mean:.2f}"
+    if rate := rate_of(cell):
+        found["lr"] = _scientific(rate)
+    return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := over_rounds(cell, key))}
+
+
+def over_rounds(cell: CellResult, key: str) -> Summary | None:
+    """Of each seed the mean of this metric over its rounds."""
+    curves = [[y for _, y in run.curve("round", key)] for run in cell.runs.values()]
+    return summarise([sum(ys) / len(ys) for ys in curves]) if curves and all(curves) else None
+
+
+def rate_of(cell: CellResult) -> float | None:
+    """The learning rate that all of its runs share."""
+    settings = [run.config.get("optim") for run in cell.runs.values()]
+    found = {float(optim["lr"]) for optim in settings if isinstance(optim, Mapping) and optim.get("lr") is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _scientific(value: float) -> str:
+    """1.2 · 10⁻³ as TeX sets it; plain from 0.01 up."""
+    if value >= 0.01:
+        return f"{value:g}"
+    digits, power = f"{value:.2e}".split("e")
+    return rf"${float(digits):g}{{\cdot}}10^{{{int(power)}}}$"
+
+
+def _alike(study: StudyResult) -> list[TableResult]:
+    """The tables without a grid of two dimensions that share their cells' names with another one, and were tested."""
+    tested = [table for table in study.tables if layout(table) is None and any(cell.of("test_accuracy") for cell in table.cells)]
+    shared = {
+        id(table)
+        for pair in combinations(tested, 2)
+        if len({c.label for c in pair[0].cells} & {c.label for c in pair[1].cells}) > 1
+        for table in pair
+    }
+    found = [table for table in tested if id(table) in shared]
+    return found if len(found) <= ACROSS else []
+
+
+def _together(study: StudyResult, tables: Sequence[TableResult], name: str, number: int) -> TableFile:
+    """A row a cell, a column a table."""
+    labels = list(dict.fromkeys(cell.label for table in tables for cell in table.cells))
+    marked = [marks(table) for table in tables]
+    rows = []
+    for label in labels:
+        cells = [next((cell for cell in table.cells if cell.label == label), None) for table in tables]
+        rows.append(row(escape(shown(label)), *(entry(cell, own) for cell, own in zip(cells, marked, strict=True))))
+    said = [f"{escape(shown(table.name))}:{marks_text(table)}" for table in tables if table.comparisons()]
+    caption = (
+        rf"{escape(shown(study.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; "
+        rf"below it the 95\,\% $t$ interval of the mean and $n$. {' '.join(said)}"
+    )
+    wide = len(tables) > NARROW - 1
+    head = [row("", *(escape(shown(table.name)) for table in tables))]
+    text = table_float(name, caption, f"{label_column(1.0)}{'c' * len(tables)}", head, rows, wide, GAP)
+    return TableFile(name, text, f"tab:{name}", number, None, "together", wide, 1.3 + 0.36 * len(rows))
+
+
+def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study: int, number: int) -> TableFile:
+    """Agreement of a round's updates: at the first round, and the mean over all."""
+    rates = {cell.label: rate_of(cell) for cell in cells}
+    rated = len(set(rates.values())) > 1
+    rows = []
+    for cell in cells:
+        entries = [_scientific(rate) if (rate := rates[cell.label]) else NO_VALUE] if rated else []
+        for key in GEOMETRY:
+            first = summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
+            mean = over_rounds(cell, key)
+            entries += [f"${first.mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
+        rows.append(row(escape(shown(cell.label)), *entries))
+    start = 3 if rated else 2
+    spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(GEOMETRY)))
+    heads = [rf"\multicolumn{{2}}{{c}}{{{said}}}" for said in GEOMETRY.values()]
+    head = [row("", *(["rate"] if rated else []), *heads), spans, row("", *([""] if rated else []), *(["first", "all"] * len(GEOMETRY)))]
+    members = {int(m["clients"]) for cell in cells for run in cell.runs.values() for m in run.metrics if m.get("clients")}
+    alone = ""
+    if len(members) == 1 and (n := members.pop()) > 1:
+        alone = (
+            f" {n} updates that have nothing in common would have a cosine of 0, a sign conflict of about {(1 - n**-0.5) / 2:.2f} "
+            f"and a drift ratio of {n**-0.5:.2f}."
+        )
+    caption = (
+        f"{escape(shown(table.name))}: how the updates of a round's clients agree, on the coordinates that move; in the first round and on average "
+        f"over all rounds, means over seeds.{alone}"
+    )
+    text = table_float(name, caption, f"{label_column(0.85)}{'r' if rated else ''}{'rr' * len(GEOMETRY)}", head, rows, wide=False)
+    return TableFile(name, text, f"tab:{name}", study, number, "geometry", False, 1.2 + 0.25 * len(rows))
