@@ -52,6 +52,7 @@ def make_run(folder: Path, seed: int, accuracy: float, *, federated: bool = True
                 "drift_ratio": 0.5 + 0.01 * t,
                 "cosine": 0.1 * seed,
                 "sign_conflict": 0.2,
+                "client_norm": 0.5 * t,
             }
             for t in range(1, rounds + 1)
         ]
@@ -340,9 +341,11 @@ def test_tables_with_the_same_cells_stand_side_by_side(tmp_path: Path) -> None:
 def test_the_geometry_of_updates_is_that_of_the_first_round_and_of_all(tmp_path: Path) -> None:
     found = gather([make_study(tmp_path / "s", PLAIN)])
     geometry = next(table.text for table in across_tables(found) if table.kind == "geometry")
-    assert r"dense & $0.10$ & $0.10$ & $0.20$ & $0.20$ & $0.51$ & $0.52$ \\" in geometry  # cosine 0.1 · seed; drift 0.51, 0.52, 0.53
+    assert (
+        r"dense & 1 & $0.10$ & $0.10$ & $0.20$ & $0.20$ & $0.51$ & $0.52$ \\" in geometry
+    )  # length 0.5, 1, 1.5; cosine 0.1 · seed
     assert "central" not in geometry.split("midrule")[1], "it has no rounds"
-    assert " & rate & " not in geometry, "all rates are one"
+    assert " & length & " in geometry and " & rate & " not in geometry, "all rates are one"
 
 
 def test_rates_stand_beside_the_geometry_where_they_differ(tmp_path: Path) -> None:
@@ -352,7 +355,7 @@ def test_rates_stand_beside_the_geometry_where_they_differ(tmp_path: Path) -> No
         config["optim"]["lr"] = 0.0012
         (run / "config.yaml").write_text(json.dumps(config))
     text = next(table.text for table in across_tables(gather([folder])) if table.kind == "geometry")
-    assert "dense & 0.03 & $" in text and r"sparse one & $1.2{\cdot}10^{-3}$ & $" in text
+    assert "dense & 0.03 & 1 & $" in text and r"sparse one & $1.2{\cdot}10^{-3}$ & 1 & $" in text
 
 
 def test_every_number_is_a_macro(tmp_path: Path) -> None:

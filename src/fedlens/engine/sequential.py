@@ -7,13 +7,16 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Semaphore
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from fedlens.data.batches import ImageBank, Pipeline
 from fedlens.engine.work import Offsets, Update, Work
@@ -21,6 +24,8 @@ from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
 from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.precision import Precision
+
+EARLY = 1 << 24  # bytes of parameters from which a step in the backward pass pays
 
 
 @dataclass
@@ -103,8 +108,16 @@ class Worker:
         if offsets is not None:
             offset = list(space.views(space.expand(offsets(client), torch.zeros_like(start))).values())
         self.local.copy_(start)
-        optimizer = self.optimizer(rule)  # a new one: momentum starts at zero each round
         losses = torch.zeros((), dtype=torch.float64, device=start.device)
+        if self.may_step_early(rule):
+            with self.stepping_early(rule, anchor, offset):
+                for j in range(steps):
+                    with self.python:
+                        loss = self.loss(work, j, rule.label_smoothing)
+                    loss.backward()
+                    losses += loss.detach()
+            return self.update(client, work, steps, start, losses)
+        optimizer = self.optimizer(rule)  # a new one: momentum starts at zero each round
         for j in range(steps):
             with self.python:
                 loss = self.loss(work, j, rule.label_smoothing)
@@ -124,7 +137,43 @@ class Worker:
             losses += loss.detach()
             optimizer.zero_grad(set_to_none=True)  # before the next backward pass makes new ones
             del grads, grad
-        return Update(client, int(work.samples[0]), steps, space.compact(self.local.sub_(start)), (losses / steps).float())
+        return self.update(client, work, steps, start, losses)
+
+    def update(self, client: int, work: Work, steps: int, start: Tensor, losses: Tensor) -> Update:
+        return Update(client, int(work.samples[0]), steps, self.engine.space.compact(self.local.sub_(start)), (losses / steps).float())
+
+    def may_step_early(self, rule: LocalRule) -> bool:
+        """Whether each tensor may take its step in the backward pass, as soon as its gradient is there and still in the cache: on a CPU, for
+        a model that no cache holds. Clipping needs all gradients first, and masks have an optimizer of their own."""
+        large = self.local.numel() * self.local.element_size() > EARLY
+        return large and self.local.device.type == "cpu" and self.masks is None and rule.clip_norm is None
+
+    @contextmanager
+    def stepping_early(self, rule: LocalRule, anchor: list[Tensor], offset: list[Tensor] | None) -> Iterator[None]:
+        """The same arithmetic as `optimizer`'s, tensor by tensor; no more than one gradient is alive at a time."""
+        velocity: list[Tensor | None] = [None] * len(self.trained)
+
+        def step(param: Tensor, i: int) -> None:
+            grad = param.grad
+            assert grad is not None
+            if rule.prox:
+                grad.add_(rule.prox * (param.detach() - anchor[i]))
+            if offset is not None:
+                grad.add_(offset[i])
+            buffers = [velocity[i]] if rule.momentum else []
+            options = {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}
+            with torch.no_grad():
+                sgd([param], [grad], buffers, maximize=False, fused=True, **options)
+            if buffers:
+                (velocity[i],) = buffers
+            param.grad = None
+
+        hooks = [param.register_post_accumulate_grad_hook(partial(step, i=i)) for i, param in enumerate(self.trained)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def optimizer(self, rule: LocalRule) -> torch.optim.Optimizer:
         options = {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}

@@ -23,9 +23,11 @@ from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
 NUMBERS = "numbers"
-GEOMETRY = {"cosine": "cosine", "sign_conflict": "sign conflict", "drift_ratio": "drift ratio"}
+LENGTH = "client_norm"  # the mean length of a round's updates
+GEOMETRY = ("cosine", "sign_conflict", "drift_ratio")
+AGREEMENT = {"cosine": "cosine", "sign_conflict": "sign conflict"}  # the drift ratio follows from the cosine where updates are equally long
 MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
-% (mean, sd, n, low, high, val, diff, p, lr, cosine, sign_conflict, drift_ratio: those that it has; the last three are means over rounds),
+% (mean, sd, n, low, high, val, diff, p, lr, client_norm, cosine, sign_conflict, drift_ratio: those that it has; the last four are means over rounds),
 % \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
   \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""
@@ -75,6 +77,8 @@ def _of_cell(cell: CellResult) -> dict[str, str]:
         found["val"] = f"{100 * val.mean:.2f}"
     if rate := rate_of(cell):
         found["lr"] = _scientific(rate)
+    if length := over_rounds(cell, LENGTH):
+        found[LENGTH] = f"{length.mean:.2g}"
     return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := over_rounds(cell, key))}
 
 
@@ -133,30 +137,30 @@ def _together(study: StudyResult, tables: Sequence[TableResult], name: str, numb
 
 def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study: int, number: int) -> TableFile:
     """Agreement of a round's updates: at the first round, and the mean over all."""
-    rates = {cell.label: rate_of(cell) for cell in cells}
-    rated = len(set(rates.values())) > 1
+    singles: dict[str, list[str]] = {}  # columns that stand for themselves: head -> entries
+    if len({rate_of(cell) for cell in cells}) > 1:
+        singles["rate"] = [_scientific(rate) if (rate := rate_of(cell)) else NO_VALUE for cell in cells]
+    if all(lengths := [over_rounds(cell, LENGTH) for cell in cells]):
+        singles["length"] = [f"{length.mean:.2g}" for length in lengths if length]
     rows = []
-    for cell in cells:
-        entries = [_scientific(rate) if (rate := rates[cell.label]) else NO_VALUE] if rated else []
-        for key in GEOMETRY:
+    for i, cell in enumerate(cells):
+        pairs = []
+        for key in AGREEMENT:
             first = summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
             mean = over_rounds(cell, key)
-            entries += [f"${first.mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
-        rows.append(row(escape(shown(cell.label)), *entries))
-    start = 3 if rated else 2
-    spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(GEOMETRY)))
-    heads = [rf"\multicolumn{{2}}{{c}}{{{said}}}" for said in GEOMETRY.values()]
-    head = [row("", *(["rate"] if rated else []), *heads), spans, row("", *([""] if rated else []), *(["first", "all"] * len(GEOMETRY)))]
+            pairs += [f"${first.mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
+        rows.append(row(escape(shown(cell.label)), *(entries[i] for entries in singles.values()), *pairs))
+    start = 2 + len(singles)
+    spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(AGREEMENT)))
+    heads = [rf"\multicolumn{{2}}{{c}}{{{said}}}" for said in AGREEMENT.values()]
+    head = [row("", *singles, *heads), spans, row("", *("" for _ in singles), *(["first", "all"] * len(AGREEMENT)))]
     members = {int(m["clients"]) for cell in cells for run in cell.runs.values() for m in run.metrics if m.get("clients")}
     alone = ""
     if len(members) == 1 and (n := members.pop()) > 1:
-        alone = (
-            f" {n} updates that have nothing in common would have a cosine of 0, a sign conflict of about {(1 - n**-0.5) / 2:.2f} "
-            f"and a drift ratio of {n**-0.5:.2f}."
-        )
+        alone = f" {n} updates that have nothing in common would have a cosine of 0 and a sign conflict of about {(1 - n**-0.5) / 2:.2f}."
     caption = (
         f"{escape(shown(table.name))}: how the updates of a round's clients agree, on the coordinates that move; in the first round and on average "
-        f"over all rounds, means over seeds.{alone}"
+        f"over all rounds, means over seeds{'; length: of an update, mean over rounds' if 'length' in singles else ''}.{alone}"
     )
-    text = table_float(name, caption, f"{label_column(0.85)}{'r' if rated else ''}{'rr' * len(GEOMETRY)}", head, rows, wide=False)
+    text = table_float(name, caption, f"{label_column(0.85)}{'r' * len(singles)}{'rr' * len(AGREEMENT)}", head, rows, wide=False)
     return TableFile(name, text, f"tab:{name}", study, number, "geometry", False, 1.2 + 0.25 * len(rows))
