@@ -22,6 +22,7 @@ import fedlens as fl
 from fedlens.config import ServerConfig, compose
 from fedlens.data.partition import partition
 from fedlens.engine.cohort import Cohort
+from fedlens.engine import sequential
 from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
 from fedlens.errors import UserError
@@ -129,6 +130,28 @@ def test_updates_of_both_engines_agree_client_by_client(bench: Bench, rule: Loca
         assert (a.client, a.samples, a.steps) == (b.client, b.samples, b.steps)
         assert float((a.delta - b.delta).norm() / a.delta.norm()) < 1e-4
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule", [LocalRule(0.01), LocalRule(0.01, 0.9, 0.1, False, 0.1, None, 0.3, 0.1), LocalRule(0.01, 0.9, nesterov=True, weight_decay=0.01)]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_in_the_backward_pass_end_with_the_same_bits(
+    bench: Bench, rule: LocalRule, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, work = engines(bench)[0], some_work(bench, straggler_rate=0.7, features=128)
+    theta, found = one.space.read(bench.model), []
+    offset = torch.randn(5 + 3, one.space.size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    torch.set_num_threads(threads)
+    try:
+        for bound in (1 << 40, 0):
+            monkeypatch.setattr(sequential, "EARLY", bound)
+            found.append([replace(u, delta=u.delta.clone()) for u in one.updates(theta, work, rule, lambda c: offset[c])])
+            assert all(p.grad is None and not p._post_accumulate_grad_hooks for m in one._models for p in m.parameters())
+    finally:
+        torch.set_num_threads(1)
+    for late, early in zip(*found, strict=True):
+        assert torch.equal(late.delta, early.delta) and torch.equal(late.loss, early.loss) and float(early.delta.norm()) > 0
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
