@@ -21,8 +21,8 @@ from test_runs import finished, killed_and_resumed, same, without_time
 import fedlens as fl
 from fedlens.config import ServerConfig, compose
 from fedlens.data.partition import partition
-from fedlens.engine.cohort import Cohort
 from fedlens.engine import sequential
+from fedlens.engine.cohort import Cohort
 from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
 from fedlens.errors import UserError

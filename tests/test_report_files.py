@@ -367,6 +367,7 @@ def test_every_number_is_a_macro(tmp_path: Path) -> None:
     )
     assert defined["lens/masks-of-all-iid/sparse-one/n"] == "2" and defined["lens/masks-of-all-iid/sparse-one/drift_ratio"] == "0.52"
     assert "lens/masks-of-all-at-nc-1/dense/diff" not in defined
+    assert defined["lens/masks-of-all-at-nc-1/dense/minus sparse-one"] == r"$-10.33\,[-11.77,\,-8.90]$"
 
 
 # --- figures

@@ -20,7 +20,7 @@ from fedlens.study.report.latex_tables import (
 )
 from fedlens.study.report.markdown import layout, shown, table_stems, unique
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
-from fedlens.study.statistics import Summary, summarise
+from fedlens.study.statistics import Summary, compare, summarise
 
 NUMBERS = "numbers"
 LENGTH = "client_norm"  # the mean length of a round's updates
@@ -28,6 +28,7 @@ GEOMETRY = ("cosine", "sign_conflict", "drift_ratio")
 AGREEMENT = {"cosine": "cosine", "sign_conflict": "sign conflict"}  # the drift ratio follows from the cosine where updates are equally long
 MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
 % (mean, sd, n, low, high, val, diff, p, lr, client_norm, cosine, sign_conflict, drift_ratio: those that it has; the last four are means over rounds),
+% \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
 % \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
   \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""
@@ -54,13 +55,25 @@ def numbers(gathered: Gathered) -> str:
         lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
         for table, stem in zip(study.tables, stems, strict=True):
             differences = {c.name_b: c for c in table.comparisons()}
-            for cell, key in zip(table.cells, unique([cell.label for cell in table.cells]), strict=True):
-                found = _of_cell(cell)
+            keys = dict(zip((cell.label for cell in table.cells), unique([cell.label for cell in table.cells]), strict=True))
+            for cell, key in zip(table.cells, keys.values(), strict=True):
+                found = _of_cell(cell) | {f"minus {keys[other]}": text for other, text in _minus(table, cell).items()}
                 if (against := differences.get(cell.label)) is not None:
                     found["diff"] = f"${100 * against.difference:+z.2f}$"
                     found |= {} if against.p_adjusted is None else {"p": f"{against.p_adjusted:.2g}"}
                 lines += [_define(stem, key, what, text) for what, text in found.items()]
     return "\n".join(lines) + "\n"
+
+
+def _minus(table: TableResult, cell: CellResult) -> dict[str, str]:
+    """Other cell -> what this one has more, in points on the seeds that both have, and the interval of that."""
+    tested = {each.label: each.of("test_accuracy") for each in table.cells if each.of("test_accuracy")}
+    found = {}
+    for other in [label for label in tested if label != cell.label and cell.label in tested]:
+        for c in compare({other: tested[other], cell.label: tested[cell.label]}):
+            inside = "" if c.low is None or c.high is None else rf"\,[{100 * c.low:z.2f},\,{100 * c.high:z.2f}]"
+            found[other] = f"${100 * c.difference:+z.2f}{inside}$"
+    return found
 
 
 def _define(table: str, cell: str, key: str, text: str) -> str:
