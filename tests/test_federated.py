@@ -147,7 +147,7 @@ def test_steps_in_the_backward_pass_end_with_the_same_bits(
         for bound in (1 << 40, 0):
             monkeypatch.setattr(sequential, "EARLY", bound)
             found.append([replace(u, delta=u.delta.clone()) for u in one.updates(theta, work, rule, lambda c: offset[c])])
-            assert all(p.grad is None and not p._post_accumulate_grad_hooks for m in one._models for p in m.parameters())
+            assert all(p.grad is None and not p._post_accumulate_grad_hooks for w in one._workers for p in w.trained)
     finally:
         torch.set_num_threads(1)
     for late, early in zip(*found, strict=True):

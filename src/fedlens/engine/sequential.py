@@ -37,9 +37,8 @@ class Sequential:
     precision: Precision
     compile: bool = False
     name: str = "sequential"
-    _models: list[nn.Module] = field(default_factory=list)  # one a worker
-    _compiled: Callable[..., Any] | None = None  # made once: compiled code is of the first worker, the only one then
-    _pool: ThreadPoolExecutor | None = None  # its threads stay from round to round, and with them the memory that they have warm
+    _workers: list["Worker"] = field(default_factory=list)  # they stay from round to round, and with them the memory that they have warm
+    _pool: ThreadPoolExecutor | None = None  # its threads stay as well
 
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
         threads, parallel = torch.get_num_threads(), theta.device.type == "cpu" and not self.compile
@@ -71,18 +70,17 @@ class Sequential:
             torch.set_num_threads(threads)  # not every library keeps this number apart by thread
 
     def _worker(self, number: int, start: Tensor, masks: list[Tensor] | None, python: Semaphore) -> "Worker":
-        while len(self._models) <= number:
+        while len(self._workers) <= number:
             shared = {id(p): p for n, p in self.model.named_parameters() if n not in self.space.shapes}
-            self._models.append(copy.deepcopy(self.model, shared) if self._models else self.model)
-        model = self._models[number].train()
-        params, local = dict(model.named_parameters()), torch.empty_like(start)
-        for name, view in self.space.views(local).items():
-            params[name].data = view  # the model's parameters are this vector: nothing is copied back and forth
-        if self.compile and self._compiled is None:
-            self._compiled = torch.compile(model)
-        return Worker(
-            self, model if self._compiled is None else self._compiled, [params[name] for name in self.space.shapes], masks, local, python
-        )
+            model = copy.deepcopy(self.model, shared) if self._workers else self.model
+            params, forward = dict(model.named_parameters()), torch.compile(model) if self.compile else model
+            self._workers.append(Worker(self, model, forward, [params[name] for name in self.space.shapes], torch.empty_like(start)))
+        worker = self._workers[number]
+        for param, view in zip(worker.trained, self.space.views(worker.local).values(), strict=True):
+            param.data = view  # the model's parameters are this vector: nothing is copied back and forth
+        worker.model.train()
+        worker.masks, worker.python = masks, python
+        return worker
 
 
 @dataclass
@@ -94,11 +92,13 @@ class Worker:
     """
 
     engine: Sequential
-    forward: Callable[..., Any]
+    model: nn.Module
+    forward: Callable[..., Any]  # the model, or what it was compiled to
     trained: list[nn.Parameter]
-    masks: list[Tensor] | None
     local: Tensor  # [dense]
-    python: Semaphore
+    masks: list[Tensor] | None = None
+    python: Semaphore = field(default_factory=Semaphore)
+    velocity: Tensor | None = None  # [dense]: of steps in the backward pass
 
     def train(self, start: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
         """The local steps of one client, from whole tensors [dense]."""
@@ -114,7 +114,7 @@ class Worker:
                 for j in range(steps):
                     with self.python:
                         loss = self.loss(work, j, rule.label_smoothing)
-                    loss.backward()
+                    torch.autograd.backward(loss)
                     losses += loss.detach()
             return self.update(client, work, steps, start, losses)
         optimizer = self.optimizer(rule)  # a new one: momentum starts at zero each round
@@ -151,7 +151,12 @@ class Worker:
     @contextmanager
     def stepping_early(self, rule: LocalRule, anchor: list[Tensor], offset: list[Tensor] | None) -> Iterator[None]:
         """The same arithmetic as `optimizer`'s, tensor by tensor; no more than one gradient is alive at a time."""
-        velocity: list[Tensor | None] = [None] * len(self.trained)
+        options = {name: getattr(rule, name) for name in ("lr", "momentum", "nesterov", "weight_decay")}
+        buffers: list[list[Tensor | None]] = [[] for _ in self.trained]
+        begun = [False] * len(self.trained)
+        if rule.momentum:  # in memory that stays: a client's velocity is as large as its model
+            self.velocity = torch.empty_like(self.local) if self.velocity is None else self.velocity
+            buffers = [[view] for view in self.engine.space.views(self.velocity.zero_()).values()]
 
         def step(param: Tensor, i: int) -> None:
             grad = param.grad
@@ -160,15 +165,11 @@ class Worker:
                 grad.add_(rule.prox * (param.detach() - anchor[i]))
             if offset is not None:
                 grad.add_(offset[i])
-            buffers = [velocity[i]] if rule.momentum else []
-            options = {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}
-            with torch.no_grad():
-                sgd([param], [grad], buffers, maximize=False, fused=True, **options)
-            if buffers:
-                (velocity[i],) = buffers
-            param.grad = None
+            with torch.no_grad():  # v = μ·0 + g is the first step, which is not dampened
+                sgd([param], [grad], buffers[i], maximize=False, fused=True, dampening=rule.dampening if begun[i] else 0.0, **options)
+            param.grad, begun[i] = None, True
 
-        hooks = [param.register_post_accumulate_grad_hook(partial(step, i=i)) for i, param in enumerate(self.trained)]
+        hooks = [p.register_post_accumulate_grad_hook(partial(step, i=i)) for i, p in enumerate(self.trained)]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
