@@ -1,4 +1,4 @@
-"""A round of federated averaging on two CPU cores: a plain PyTorch loop, fedlens, Flower's simulation, pfl-research.
+"""A round of federated averaging on two CPU cores: a plain PyTorch loop, fedlens, Flower's simulation, pfl-research; and a bound for all of them.
 
     python benchmarks/frameworks.py                                # all, both models, 3 turns of 3 timed rounds each
     python benchmarks/frameworks.py --only plain,sequential --models tiny --rounds 10
@@ -63,6 +63,7 @@ CONTENDERS = {
     "torchrun": Contender("fedlens, torchrun with 2 ranks", "fedlens_engines", ({"engine": "auto", "threads": 1},), processes=2),
     "flower": Contender("Flower simulation", "flower_sim", ({"workers": 2, "threads": 1}, {"workers": 1, "threads": 2}), "flower"),
     "pfl": Contender("pfl-research simulation", "pfl_sim", ({"threads": 2},), "pfl"),
+    "steps": Contender("the local steps alone, 2 processes: a bound", "steps", ({"threads": 1},)),
 }
 
 
@@ -368,10 +369,10 @@ def main() -> int:
             execute(sys.executable, "common", {"work": str(scratch / model), "out": folder, "model": model, "rounds": args.rounds})
             results = models[model] = compete(args.only, model, args.turns, args.rounds, args.envs.resolve(), scratch)
             plain = results.get("plain", {}).get("params", [None])[0]
-            for r in [each for result in results.values() for each in (result, *result.get("others", []))]:
+            for name, r in [(name, each) for name, result in results.items() for each in (result, *result.get("others", []))]:
                 sound &= "failed" not in r
                 params = r.pop("params", [])
-                if plain and params:
+                if plain and params and name != "steps":  # which averages nothing
                     apart = [difference(each, plain, scratch / model / "initial.npy") for each in params]
                     r["difference"] = max(apart, key=lambda found: found["of_largest_change"])
                     sound &= r["difference"]["of_largest_change"] <= TOLERANCE
