@@ -5,7 +5,7 @@ BIN := .venv/bin
 FLOWER := .venv-flower/bin
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: demo test test-flower test-gpu docs install clean
+.PHONY: demo test test-flower test-gpu docs paper install clean
 
 demo: .venv/core.done
 	$(BIN)/fedlens demo
@@ -28,6 +28,10 @@ test-gpu:
 # the documentation, into site/
 docs: .venv/dev.done
 	$(BIN)/mkdocs build --strict
+
+# all tables and figures of the paper from results/, and paper/paper.pdf where latexmk or another TeX is installed
+paper: .venv/core.done
+	$(BIN)/fedlens report results --out paper
 
 install: .venv/core.done
 

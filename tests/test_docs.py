@@ -172,3 +172,8 @@ def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
     plan = read_plan(str(tmp_path / "my-plan.yaml"), seeds=2)
     assert len(plan.runs) == 8
     assert len(wanted(plan)) == 1
+
+
+def test_the_tables_and_the_figure_of_the_results_are_those_of_the_runs() -> None:
+    done = subprocess.run([sys.executable, "scripts/results_pages.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

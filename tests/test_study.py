@@ -19,8 +19,9 @@ from fedlens.errors import UserError
 from fedlens.runs.store import write_json
 from fedlens.study.plans import plan_file, read_plan
 from fedlens.study.processes import environment_of, locked
-from fedlens.study.report.markdown import csv_rows, markdown_report
-from fedlens.study.results import gather
+from fedlens.study.report.html import html_report
+from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
+from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
 from fedlens.training import shared
 from fedlens.training.execute import execute
@@ -191,13 +192,13 @@ ANALYSED = """
 set: [experiment=fedavg_noniid, data.classes_per_client=1, federated.participation=1.0]
 tables:
   - name: t
-    cases: {whole: [federated.client_vectors=true], A: ["federated.exclude=[5,6,7,8,9]"], B: ["federated.exclude=[0,1,2,3,4]"]}
+    cases: {whole: [federated.client_vectors=true], A: ["federated.exclude=[5,6,7,8,9]"], B: ["federated.exclude=[0,1,2,3,4]"], no 2: ["federated.exclude=[2]"]}
 analyses:
   - {kind: sweep, of: whole, grid: [0, 1]}
   - {kind: interpolate, of: [A, B], grid: [0, 0.5, 1]}
   - {kind: interference, of: [A, B], grid: [0, 1], samples: 10}
   - {kind: interference, of: whole, clients: [0, 1], grid: [0, 1], samples: 10}
-  - {kind: forget, of: whole, clients: [0], grid: [0, 1]}
+  - {kind: forget, of: [whole, no 2], clients: [0, 2], grid: [0, 1]}
 """
 
 
@@ -210,6 +211,13 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     assert not found.failures
     assert [a.kind for a in found.analyses] == ["sweep", "interpolate", "interference", "interference", "forget"]
     assert found.analyses[1].title == "From A to B" and found.analyses[2].found["xi"] is not None
+    kept, left = found.analyses[4].found["clients"]
+    assert found.analyses[4].title == "Forgetting clients of whole" and "retrained" not in kept
+    assert left["retrained"]["test_target"] <= left["before"]["test_target"]  # nobody taught the class of client 2
+    assert forget_text(left).endswith(f"and {100 * left['retrained']['test_control']:.1f} %") and "trained without it" not in forget_text(
+        kept
+    )
+    assert "Target, trained without it, %" in html_report(Gathered([found]))
     assert str(tmp_path) not in "".join(file.read_text() for file in (tmp_path / "s" / "analyses").iterdir())
     assert list((tmp_path / "s" / "cache").iterdir())
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()}
@@ -272,10 +280,11 @@ def test_runs_that_no_study_planned_are_grouped_by_what_differs(tmp_path: Path) 
         gather([tmp_path / "none"])
 
 
-def test_the_results_that_are_kept_are_those_of_the_plans() -> None:
+@pytest.mark.parametrize("name", ["heterogeneity", "strategies", "rates"])
+def test_the_results_that_are_kept_are_those_of_the_plans(name: str) -> None:
     """A study that goes on must know its finished runs by name."""
-    folder = Path(__file__).parents[1] / "results" / "heterogeneity-cifar100" / "runs"
-    plan = read_plan("heterogeneity", place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
+    folder = Path(__file__).parents[1] / "results" / f"{name}-cifar100" / "runs"
+    plan = read_plan(name, place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
     kept = {run.name for run in folder.iterdir()}
     assert kept and kept <= {planned.name for planned in plan.runs}
 

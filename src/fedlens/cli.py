@@ -229,7 +229,8 @@ def parser() -> argparse.ArgumentParser:
         "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data",
     )
     c.add_argument(
-        "name", help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, rates, full; or a YAML file"
+        "name",
+        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, arithmetic, forgetting, rates, full; or a YAML file",
     )
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")

@@ -6,6 +6,7 @@
       - {kind: interference, of: [half A, half B]}             cosine, sign conflict, linearity, the map ξ(α₁, α₂)
       - {kind: interference, of: Nc=1, clients: [0, 1]}        the same of two clients of a run with federated.client_vectors
       - {kind: forget, of: Nc=1, clients: [0, 1, 2]}           subtract what each of them added
+      - {kind: forget, of: [Nc=1, without 0], clients: [0]}    and beside it the run that was trained without that client
 
 `of` names cells by their labels; `seeds: N` takes the first N seeds (1 unless said). What else is given goes to the function that measures.
 """
@@ -38,7 +39,7 @@ def _interference(runs: Sequence[Run], clients: Sequence[int] | None = None, **o
 
 
 def _forget(runs: Sequence[Run], clients: Sequence[int], **options: Any) -> dict[str, Any]:
-    return {"clients": [forget_client(runs[0], client, **options) for client in clients]}
+    return {"clients": [forget_client(runs[0], client, without=runs[1:], **options) for client in clients]}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ KINDS = {
     "sweep": Kind(_sweep, ("grid",), (1, 1), "α sweep of {}"),
     "interpolate": Kind(_interpolate, ("grid",), (2, 2), "From {} to {}"),
     "interference": Kind(_interference, ("grid", "samples", "clients"), (1, 8), "Interference of {}"),
-    "forget": Kind(_forget, ("clients", "keep", "grid"), (1, 1), "Forgetting clients of {}"),
+    "forget": Kind(_forget, ("clients", "keep", "grid"), (1, 9), "Forgetting clients of {}"),
 }
 
 
@@ -71,7 +72,7 @@ class Wanted:
     def title(self) -> str:
         first, *rest = self.labels
         said = KINDS[self.kind].title.format(*self.labels) if self.kind == "interpolate" else KINDS[self.kind].title.format(first)
-        return said + ("" if self.kind == "interpolate" or not rest else f" and {', '.join(rest)}")
+        return said + ("" if self.kind != "interference" or not rest else f" and {', '.join(rest)}")
 
     @property
     def file(self) -> str:
@@ -110,7 +111,7 @@ def wanted(plan: Plan) -> list[Wanted]:
         labels = tuple(str(name) for name in (given["of"] if isinstance(given.get("of"), list) else [given.get("of")]))
         fewest, most = allowed.cells
         fewest = 2 if kind == "interference" and "clients" not in options else fewest
-        most = 1 if "clients" in options else most
+        most = 1 if kind == "interference" and "clients" in options else most
         if not fewest <= len(labels) <= most:
             raise bad_value(f"analyses: {kind} of", ", ".join(labels), f"{fewest} cells" if fewest == most else f"{fewest} to {most} cells")
         cells = [_cell(plan, label) for label in labels]

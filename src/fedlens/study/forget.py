@@ -14,7 +14,7 @@ from fedlens.errors import UserError, bad_value
 from fedlens.lens.editing import SweepPoint, alphas, negate
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.progress import progress_bar
-from fedlens.study.arith import Alphas, Lab, check_validation
+from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation
 from fedlens.training.execute import Run
 from fedlens.training.federated import make_shards
 
@@ -23,15 +23,29 @@ LADDER = [q / 4 for q in chain(range(12), range(12, 40, 2), range(40, 164, 4))]
 
 
 def forget_client(
-    run: Run, client: int, *, keep: float = 0.95, grid: Alphas | None = None, device: str | None = None, root: str | None = None
+    run: Run,
+    client: int,
+    *,
+    keep: float = 0.95,
+    grid: Alphas | None = None,
+    without: Sequence[Run] = (),
+    device: str | None = None,
+    root: str | None = None,
 ) -> dict[str, Any]:
-    """Subtract what the client added: the target is the classes that it holds, the control all others."""
+    """Subtract what the client added: the target is the classes that it holds, the control all others.
+
+    without: runs to compare with, of which one that excluded this client and no other was trained as if it had never been there.
+    """
     tau, lab = client_vector(run, client), Lab(run, device, root)
     classes, shared = held_classes(lab, client)
     found = forget(lab, tau, classes, keep=keep, grid=grid)
     names = lab.bench.dataset.class_names
     if shared:
         found["notes"].append(f"other clients hold {_listed(names, shared)} too, so the target is not client {client} alone")
+    again = next((other for other in without if list(other.config.federated.exclude) == [client]), None)
+    if again is not None:
+        check_same_task(run, again)
+        found["retrained"] = measure(lab, lab.bench.dataset.test, "test", classes)(lab.theta(again.state))
     return {"client": client, "shared_classes": [names[c] for c in shared], **found}
 
 

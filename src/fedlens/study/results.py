@@ -85,6 +85,11 @@ class CellResult:
         found = self.of(key)
         return summarise(found) if found else None
 
+    def over_rounds(self, key: str) -> Summary | None:
+        """Of each seed the mean of a metric over its rounds; None where a seed has none."""
+        curves = [[y for _, y in run.curve("round", key)] for run in self.runs.values()]
+        return summarise([sum(ys) / len(ys) for ys in curves]) if curves and all(curves) else None
+
     def mean_curve(self, x: str, y: str) -> list[tuple[float, Summary]]:
         """At every x that all seeds have: mean and interval of y."""
         curves = [dict(run.curve(x, y)) for run in self.runs.values()]

@@ -90,7 +90,7 @@ def line_figure(
     columns = min(len(panels), ABREAST) if share else 1
     rows, width = -(-len(panels) // columns), PAGE if columns > 1 else COLUMN
     height = 1.85 if share or rows == 1 else 1.15
-    abreast = max(1, min(len(labels), int(width / (0.45 + 0.058 * max(len(clean(label)) for label in labels)))))
+    abreast = names_abreast(width, labels)
     figure, axes = new_figure(width, height * rows + 0.15 * -(-len(labels) // abreast), rows, columns, share)
     banded, named = max(len(panel.lines) for panel in panels) <= BANDED, dict[str, Any]()
     for ax, panel in zip(axes, panels, strict=False):
@@ -105,13 +105,23 @@ def line_figure(
         )
         ax.grid(alpha=0.25, linewidth=0.5)
         if log:
-            _log(ax, [value for line in panel.lines for value in line.x])
+            log_axis(ax, [value for line in panel.lines for value in line.x])
         elif x == "round":
             ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
     for group in [list(zip(axes, panels, strict=False))] if share else [[pair] for pair in zip(axes, panels, strict=False)]:
         _limit([ax for ax, _ in group], [line for _, panel in group for line in panel.lines], list((levels or {}).values()))
+    legend_below(figure, named, abreast)
+    return figure
+
+
+def names_abreast(width: float, labels: Sequence[str]) -> int:
+    """How many entries of a legend fit beside each other."""
+    return max(1, min(len(labels), int(width / (0.45 + 0.058 * max(len(clean(label)) for label in labels)))))
+
+
+def legend_below(figure: Figure, named: Mapping[str, Any], abreast: int) -> None:
     figure.legend(
         list(named.values()),
         [clean(label) for label in named],
@@ -121,7 +131,6 @@ def line_figure(
         handlelength=2.8,
         columnspacing=1.2,
     )
-    return figure
 
 
 def _line(ax: Axes, line: Line, number: int, banded: bool) -> Any:
@@ -162,7 +171,7 @@ def _limit(axes: Sequence[Axes], lines: Sequence[Line], levels: Sequence[float])
         ax.set_ylim(bottom, top)
 
 
-def _log(ax: Axes, values: Sequence[float]) -> None:
+def log_axis(ax: Axes, values: Sequence[float]) -> None:
     ax.set_xscale("log")
     narrow = not values or max(values) / min(values) < 300
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))

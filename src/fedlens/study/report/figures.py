@@ -14,8 +14,24 @@ from numpy.typing import NDArray
 from fedlens.runs.store import write_atomic
 from fedlens.study.edit_figures import xi_figure
 from fedlens.study.figures import MARKERS, SHOWN_CLIENTS, partition_figure
-from fedlens.study.report.drawing import BANDED, COLORS, COLUMN, PAGE, STYLE, Line, Panel, clean, heat, line_figure, new_figure
+from fedlens.study.report.drawing import (
+    BANDED,
+    COLORS,
+    COLUMN,
+    PAGE,
+    STYLE,
+    Line,
+    Panel,
+    clean,
+    heat,
+    legend_below,
+    line_figure,
+    log_axis,
+    names_abreast,
+    new_figure,
+)
 from fedlens.study.report.markdown import (
+    LENGTH,
     MB,
     Layout,
     counts,
@@ -32,6 +48,7 @@ from fedlens.study.report.markdown import (
 from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
+SPREAD = 10  # between the shortest and the longest update, from which a figure of them tells something
 GEOMETRY = {"drift_ratio": "drift ratio", "cosine": "cosine", "sign_conflict": "sign conflict"}
 
 
@@ -118,6 +135,12 @@ def _of_table(table: TableResult) -> Iterator[Drawn]:
         ]
         caption = f"{name}: geometry of the clients' updates by round; mean over seeds ({counts(drifting)}), {_bands(len(drifting))}."
         yield "drift", caption, line_figure(geometry, "round")
+    if (by_length := length_figure(table)) is not None:
+        caption = (
+            f"{name}: test accuracy against how far a client moves in a round (norm of its update, mean over rounds; logarithmic). "
+            f"Mean over seeds ({counts(federated)}), whiskers: 95 % t interval."
+        )
+        yield "length", caption, by_length
 
 
 def _bands(lines: int) -> str:
@@ -160,6 +183,32 @@ def _dots(cells: Sequence[CellResult]) -> Figure:
     ax.set_yticks(range(len(cells)), [clean(shown(cell.label)) for cell in cells])
     ax.set(ylim=(len(cells) - 0.4, -0.6), xlabel="test accuracy (%)")
     ax.grid(axis="x", alpha=0.25, linewidth=0.5)
+    return figure
+
+
+def length_figure(table: TableResult) -> Figure | None:
+    """Test accuracy against how far clients move; None where they all move about as far."""
+    moved = [(cell, length.mean) for cell in table.cells if cell.of("test_accuracy") and (length := cell.over_rounds(LENGTH))]
+    moved = [(cell, length) for cell, length in moved if length > 0]
+    if len(moved) < 4 or max(length for _, length in moved) < SPREAD * min(length for _, length in moved):
+        return None
+    cells, lengths = [cell for cell, _ in moved], [length for _, length in moved]
+    labels = [shown(cell.label) for cell in cells]
+    abreast, named = names_abreast(COLUMN, labels), dict[str, Any]()
+    figure, axes = new_figure(COLUMN, 2.1 + 0.15 * -(-len(labels) // abreast))
+    ax = axes[0]
+    for number, (cell, length) in enumerate(zip(cells, lengths, strict=True)):
+        found = cell.summary("test_accuracy")
+        assert found is not None
+        color, marker, mean = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)], 100 * found.mean
+        if found.low is not None and found.high is not None:
+            ends = [100 * max(0, found.low), 100 * min(1, found.high)]
+            ax.plot([length, length], ends, color=color, linewidth=1.1, solid_capstyle="butt")
+        (named[labels[number]],) = ax.plot([length], [mean], marker=marker, markersize=4.5, color=color, linestyle="none")
+    log_axis(ax, lengths)
+    ax.set(xlabel="length of a client's update", ylabel="test accuracy (%)")
+    ax.grid(alpha=0.25, linewidth=0.5)
+    legend_below(figure, named, abreast)
     return figure
 
 

@@ -129,7 +129,9 @@ def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
         page.chart("dots", f"{title}: before and after", BEFORE_AFTER, view(moved, x="test accuracy", unit="%", lanes=True))
         along = [_along(client, i, kind, dash) for i, client in enumerate(clients) for dash, kind in enumerate(kinds)]
         page.chart("lines", f"{title}: along α", ALONG, view(along, x="α subtracted", y="validation accuracy", unit="%"))
-        header = ["Client", "Classes", "α", "Target before, %", "Target after, %", "Control before, %", "Control after, %", "n"]
+        again = any(c.get("retrained") for c in clients)  # runs without them stand beside
+        header = ["Client", "Classes", "α", "Target before, %", "Target after, %", "Control before, %", "Control after, %"]
+        header += [*(["Target, trained without it, %", "Control, trained without it, %"] if again else []), "n"]
         rows: list[Row] = []
         for c in clients:
             tested = [c[when][f"test_{kind}"] for kind in kinds for when in ("before", "after")]
@@ -139,11 +141,17 @@ def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
                     ", ".join(c["classes"]),
                     number("{:g}", c["after"]["alpha"]),
                     *map(_accuracy, tested),
+                    *([_retrained(c, kind) for kind in kinds] if again else []),
                     Cell("1", "", 1),
                 ]
             )
         page.table(f"{title}: test accuracy on the classes that a client holds (target) and on all others (control).", header, rows)
         page.listed([_known(f"Client {c['client']}: {note}.", names) for c in clients for note in c.get("notes") or []])
+
+
+def _retrained(client: Mapping[str, Any], kind: str) -> Cell:
+    found = client.get("retrained")
+    return _accuracy(found[f"test_{kind}"]) if found else NONE
 
 
 def _moved(client: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ FIGURE_RANK = {
     "alpha": 1,
     "xi": 1,
     "forget": 1,
+    "length": 2,
     "rounds": 3,
     "masks": 3,
     "drift": 4,

@@ -18,12 +18,11 @@ from fedlens.study.report.latex_tables import (
     row,
     table_float,
 )
-from fedlens.study.report.markdown import layout, shown, table_stems, unique
+from fedlens.study.report.markdown import LENGTH, layout, shown, table_stems, unique
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
-from fedlens.study.statistics import Summary, compare, summarise
+from fedlens.study.statistics import compare, summarise
 
 NUMBERS = "numbers"
-LENGTH = "client_norm"  # the mean length of a round's updates
 GEOMETRY = ("cosine", "sign_conflict", "drift_ratio")
 AGREEMENT = {"cosine": "cosine", "sign_conflict": "sign conflict"}  # the drift ratio follows from the cosine where updates are equally long
 MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
@@ -42,7 +41,7 @@ def across_tables(gathered: Gathered) -> Iterator[TableFile]:
         if together:
             yield _together(study, together, f"{names[i]}-together", i)
         for j, table in enumerate(study.tables):
-            cells = [cell for cell in table.cells if all(over_rounds(cell, key) for key in GEOMETRY)]
+            cells = [cell for cell in table.cells if all(cell.over_rounds(key) for key in GEOMETRY)]
             if len(cells) > 1:
                 yield _geometry(table, cells, f"{stems[i][j]}-geometry", i, j)
 
@@ -90,15 +89,9 @@ def _of_cell(cell: CellResult) -> dict[str, str]:
         found["val"] = f"{100 * val.mean:.2f}"
     if rate := rate_of(cell):
         found["lr"] = _scientific(rate)
-    if length := over_rounds(cell, LENGTH):
+    if length := cell.over_rounds(LENGTH):
         found[LENGTH] = f"{length.mean:.2g}"
-    return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := over_rounds(cell, key))}
-
-
-def over_rounds(cell: CellResult, key: str) -> Summary | None:
-    """Of each seed the mean of this metric over its rounds."""
-    curves = [[y for _, y in run.curve("round", key)] for run in cell.runs.values()]
-    return summarise([sum(ys) / len(ys) for ys in curves]) if curves and all(curves) else None
+    return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := cell.over_rounds(key))}
 
 
 def rate_of(cell: CellResult) -> float | None:
@@ -153,14 +146,14 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
     singles: dict[str, list[str]] = {}  # columns that stand for themselves: head -> entries
     if len({rate_of(cell) for cell in cells}) > 1:
         singles["rate"] = [_scientific(rate) if (rate := rate_of(cell)) else NO_VALUE for cell in cells]
-    if all(lengths := [over_rounds(cell, LENGTH) for cell in cells]):
+    if all(lengths := [cell.over_rounds(LENGTH) for cell in cells]):
         singles["length"] = [f"{length.mean:.2g}" for length in lengths if length]
     rows = []
     for i, cell in enumerate(cells):
         pairs = []
         for key in AGREEMENT:
             first = summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
-            mean = over_rounds(cell, key)
+            mean = cell.over_rounds(key)
             pairs += [f"${first.mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
         rows.append(row(escape(shown(cell.label)), *(entries[i] for entries in singles.values()), *pairs))
     start = 2 + len(singles)

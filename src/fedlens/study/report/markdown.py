@@ -16,6 +16,7 @@ from fedlens.study.statistics import Summary, summarise, unpaired
 
 NOTHING = "—"
 MB = 1e-6
+LENGTH = "client_norm"  # the metric that is the mean length of a round's updates
 CLAIM = 0.05  # adjusted p below which a difference is marked
 # an absolute path, wherever it begins; what stays is its last part
 PATH = re.compile(r"(?<![\w./])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\:'\",;]+[/\\])+(?=([^\s/\\:'\",;]*))")
@@ -231,12 +232,13 @@ def sweep_text(found: Mapping[str, Any]) -> str:
 
 
 def forget_text(client: Mapping[str, Any]) -> str:
-    before, after = client["before"], client["after"]
+    before, after, again = client["before"], client["after"], client.get("retrained")
     classes = ", ".join(map(str, client["classes"][:4])) + (", …" if len(client["classes"]) > 4 else "")
     return (
         f"client {client['client']} ({classes}), α = {after['alpha']:g}: test accuracy on its classes "
         f"{100 * before['test_target']:.1f} to {100 * after['test_target']:.1f} %, on all others "
         f"{100 * before['test_control']:.1f} to {100 * after['test_control']:.1f} %"
+        + (f"; trained without it {100 * again['test_target']:.1f} and {100 * again['test_control']:.1f} %" if again else "")
     )
 
 
