@@ -19,12 +19,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 import fedlens as fl
-from fedlens.config import compose, identity, to_yaml
+from fedlens.config import compose, to_yaml
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
+from fedlens.identity import identity
 from fedlens.lens.bitmap import pack_bits, unpack_bits
 from fedlens.training.execute import Run, execute
 from fedlens.training.setup import set_up

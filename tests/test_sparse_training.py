@@ -10,9 +10,10 @@ import torch
 from conftest import FAST
 
 import fedlens as fl
-from fedlens.config import compose, identity
+from fedlens.config import compose
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
+from fedlens.identity import identity
 from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
 from fedlens.training import shared, sparse

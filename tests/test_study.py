@@ -14,8 +14,9 @@ from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.config import choices, compose, identity
+from fedlens.config import choices, compose
 from fedlens.errors import UserError
+from fedlens.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study.plans import plan_file, read_plan
 from fedlens.study.processes import environment_of, locked

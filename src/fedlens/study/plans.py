@@ -28,8 +28,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.config import Config, choices, compose, identity
+from fedlens.config import Config, choices, compose
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.identity import identity
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target"}

@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.config import known_by
 from fedlens.errors import UserError, first_line
+from fedlens.identity import known_by
 from fedlens.runs.store import read_metrics
 from fedlens.study.plans import labelled
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise

@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlens.config import Config, from_file, identity, to_yaml
+from fedlens.config import Config, from_file, to_yaml
 from fedlens.errors import UserError, first_line
+from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
 from fedlens.seeding import key as keyed

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlens.config import Config, compose, from_file, identity, to_yaml
+from fedlens.config import Config, compose, from_file, to_yaml
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError
+from fedlens.identity import identity
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model

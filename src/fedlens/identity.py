@@ -1,0 +1,44 @@
+"""What a run is known by: a hash of all that determines its result, so that whoever asks for the same again finds it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fedlens.config import Config
+
+LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
+    ("mask", "without", []),
+    ("server", "norm_bound", None),
+    ("privacy", "clip", None),
+    ("privacy", "noise", 0.0),
+    ("privacy", "secure_aggregation", False),
+]
+NOT_KNOWN_BY = ("run", "device", "deploy")  # sections that change nothing of the result
+
+
+def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What determines a run's result, of a configuration as plain mappings: all but where it runs, where its data and weights lie and how it is shown."""
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in NOT_KNOWN_BY}
+    data, model = plain.get("data") or {}, plain.get("model") or {}
+    data.pop("download", None)
+    if data.get("name") != "folder":  # a folder of images is known by where it is
+        data.pop("root", None)
+    if model.get("weights"):
+        model["weights"] = Path(model["weights"]).name
+    for section, key, neutral in LATER:
+        found = plain.get(section) or {}
+        if key in found and found[key] == neutral:
+            del found[key]
+    if set(plain.get("privacy") or {}) <= {"delta", "range"}:  # nothing is asked for
+        plain.pop("privacy", None)
+    return plain
+
+
+def identity(config: Config) -> str:
+    """A hash of what determines a run's result."""
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return hashlib.sha256(json.dumps(known_by(plain), sort_keys=True).encode()).hexdigest()[:12]
