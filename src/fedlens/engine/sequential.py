@@ -54,16 +54,21 @@ class Sequential:
                 torch.set_num_threads(threads // count)
             return workers[k % count].train(start, work.part(slice(k, k + 1)), rule, offsets)
 
-        if count == 1:
-            yield from map(train, range(len(work)))
-            return
+        try:
+            yield from map(train, range(len(work))) if count == 1 else self._side_by_side(train, count, len(work), threads)
+        finally:
+            for worker in workers:
+                worker.velocity = None  # merging needs the room
+
+    def _side_by_side(self, train: Callable[[int], Update], count: int, clients: int, threads: int) -> Iterator[Update]:
+        """In the order of the clients; each worker goes on when its update was read."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads)
         running: deque[Future[Update]] = deque(self._pool.submit(train, k) for k in range(count))
         try:
-            for k in range(count, count + len(work)):
+            for k in range(count, count + clients):
                 yield running.popleft().result()
-                if k < len(work):  # the worker of client k has just been read out
+                if k < clients:  # the worker of client k has just been read out
                     running.append(self._pool.submit(train, k))
         finally:
             wait(running)
@@ -154,7 +159,7 @@ class Worker:
         options = {name: getattr(rule, name) for name in ("lr", "momentum", "nesterov", "weight_decay")}
         buffers: list[list[Tensor | None]] = [[] for _ in self.trained]
         begun = [False] * len(self.trained)
-        if rule.momentum:  # in memory that stays: a client's velocity is as large as its model
+        if rule.momentum:  # in memory that stays for the next client: a velocity is as large as the model
             self.velocity = torch.empty_like(self.local) if self.velocity is None else self.velocity
             buffers = [[view] for view in self.engine.space.views(self.velocity.zero_()).values()]
 

@@ -16,7 +16,7 @@ State = dict[str, Tensor]
 
 def sgd(theta: Tensor, d: Tensor, state: State, c: ServerConfig) -> Tensor:
     """θ + α·d: FedAvg (McMahan et al. 2017)."""
-    return theta + c.lr * d
+    return torch.add(theta, d, alpha=c.lr)
 
 
 def momentum(theta: Tensor, d: Tensor, state: State, c: ServerConfig) -> Tensor:

@@ -188,7 +188,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             if sums.count:
                 d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
                 rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
-                d = private.noised(d * rescale, sums.count, nonfinite + refused, round_)
+                d = private.noised(d if rescale == 1 else d * rescale, sums.count, nonfinite + refused, round_)
                 if fed.client_vectors:
                     for a in arrived:
                         share = cfg.server.lr * rescale * a.samples / sums.weight

@@ -188,11 +188,11 @@ def _dots(cells: Sequence[CellResult]) -> Figure:
 
 def length_figure(table: TableResult) -> Figure | None:
     """Test accuracy against how far clients move; None where they all move about as far."""
-    moved = [(cell, length.mean) for cell in table.cells if cell.of("test_accuracy") and (length := cell.over_rounds(LENGTH))]
-    moved = [(cell, length) for cell, length in moved if length > 0]
-    if len(moved) < 4 or max(length for _, length in moved) < SPREAD * min(length for _, length in moved):
+    moved = {i: found.mean for i, cell in enumerate(table.cells) if cell.of("test_accuracy") and (found := cell.over_rounds(LENGTH))}
+    moved = {i: length for i, length in moved.items() if length > 0}
+    if len(moved) < 4 or max(moved.values()) < SPREAD * min(moved.values()):
         return None
-    cells, lengths = [cell for cell, _ in moved], [length for _, length in moved]
+    cells, lengths = [table.cells[i] for i in moved], list(moved.values())
     labels = [shown(cell.label) for cell in cells]
     abreast, named = names_abreast(COLUMN, labels), dict[str, Any]()
     figure, axes = new_figure(COLUMN, 2.1 + 0.15 * -(-len(labels) // abreast))
