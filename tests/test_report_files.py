@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from fedlens.errors import UserError
 from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
-from fedlens.study.report.figures import FigureFile, write_figures
+from fedlens.study.report.figures import FigureFile, length_figure, write_figures
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
 from fedlens.study.report.latex_across import across_tables, numbers
 from fedlens.study.report.latex_tables import escape, latex_tables
@@ -396,6 +396,38 @@ def test_a_table_in_two_dimensions_has_a_map_and_a_panel_a_case(tmp_path: Path) 
     files: dict[str, FigureFile] = {file.kind: file for file in write_figures(gather([make_study(tmp_path / "s", GRID)]), tmp_path / "f")}
     assert list(files) == ["cells", "map", "rounds", "bytes", "drift", "partition"]
     assert files["rounds"].wide and not files["map"].wide
+
+
+def test_accuracy_is_drawn_against_the_length_of_updates_where_they_differ(tmp_path: Path, blank: None) -> None:
+    cells: list[Cell] = [(name, "sparse", {}, [0.5 + 0.01 * i, 0.52]) for i, name in enumerate(("a", "b", "c", HOSTILE))]
+    folder = make_study(tmp_path / "s", {"rules": cells, "others": cells[:2]})
+    assert "length" not in [file.kind for file in write_figures(gather([folder]), tmp_path / "alike")]
+    for i in range(4):
+        for file in (folder / "runs").glob(f"run-0-{i}-*/metrics.jsonl"):
+            lines = [json.loads(line) | {"client_norm": 0.01 * 5**i} for line in file.read_text().splitlines()]
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kinds = [file.kind for file in write_figures(gather([folder]), tmp_path / "out")]
+    assert kinds.count("length") == 1 and kinds.count("masks") == 1
+    figure = length_figure(gather([folder]).studies[0].tables[0])
+    assert figure is not None
+    points = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() != "None"]  # type: ignore[index]
+    assert points == pytest.approx([0.01, 0.05, 0.25, 1.25]) and len(figure.legends[0].get_texts()) == 4
+
+
+def test_masks_of_one_name_are_one_row_unless_they_lie_elsewhere(tmp_path: Path) -> None:
+    cells: list[Cell] = [("a", "sparse", {}, [0.5]), ("b", "sparse", {}, [0.6])]
+    folder = make_study(tmp_path / "s", {"one": cells, "two": cells[:1]})
+
+    def rows() -> list[str]:
+        return [cell.label for cell, *_ in figures._masks(gather([folder]).studies[0])]
+
+    assert rows() == ["a"], "the same mask under two names is one"
+    for number, share in (("0-1", 0.35), ("1-0", 0.26)):
+        file = folder / "runs" / f"run-{number}-0" / "summary.json"
+        found = json.loads(file.read_text())
+        found["mask"]["composition"] = {"query": {"eligible": 10, "share": share}, "key": {"eligible": 10, "share": 1 - share}}
+        file.write_text(json.dumps(found))
+    assert rows() == ["a", "b"], "one point is near, ten are not"
 
 
 def test_hostile_labels_are_drawn(tmp_path: Path) -> None:

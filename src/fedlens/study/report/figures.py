@@ -247,7 +247,7 @@ def _of_study(study: StudyResult) -> Iterator[Drawn]:
         )
     if masks := _masks(study):
         n = counts(cell for cell, _, _ in masks)
-        caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks are one row, called as the first of them."
+        caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks, or nearly, are one row, called as the first of them."
         yield "masks", caption, _mask_figure(masks)
     for kind, name, x in (("sweep", "alpha", "α"), ("interpolate", "between", "α: 0 is the first model, 1 the second")):
         found = [analysis for analysis in study.analyses if analysis.kind == kind]
@@ -279,15 +279,22 @@ Shares = dict[str, float]
 
 
 def _masks(study: StudyResult) -> list[tuple[CellResult, Shares, Shares]]:
-    """Cells with masks, each mask once: percent by layer, percent by kind of weight, means over seeds."""
+    """Cells with masks, each mask once: percent by layer, percent by kind of weight, means over seeds. In another table under the same
+    name it is another row only where it lies elsewhere."""
     found: dict[tuple[object, ...], tuple[CellResult, Shares, Shares]] = {}
     for cell in (cell for table in study.tables for cell in table.cells):
         masks = [mask for run in cell.runs.values() if (mask := run.mask)]
         if masks:
             layers = _means({layer: active / eligible for layer, active, eligible in mask["by_layer"] if eligible} for mask in masks)
             kinds = _means({kind: row["share"] for kind, row in mask["composition"].items() if row["eligible"]} for mask in masks)
-            found.setdefault((*layers.items(), *kinds.items()), (cell, layers, kinds))
+            if not any(cell.label == other.label and _near(layers, there) and _near(kinds, of) for other, there, of in found.values()):
+                found.setdefault((*layers.items(), *kinds.items()), (cell, layers, kinds))
     return list(found.values())
+
+
+def _near(a: Shares, b: Shares) -> bool:
+    """No share differs by as much as two points."""
+    return a.keys() == b.keys() and all(abs(a[name] - b[name]) < 2 for name in a)
 
 
 def _means(rows: Iterable[Shares]) -> Shares:

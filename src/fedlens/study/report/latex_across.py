@@ -168,5 +168,5 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
         f"{escape(shown(table.name))}: how the updates of a round's clients agree, on the coordinates that move; in the first round and on average "
         f"over all rounds, means over seeds{'; length: of an update, mean over rounds' if 'length' in singles else ''}.{alone}"
     )
-    text = table_float(name, caption, f"{label_column(0.85)}{'r' * len(singles)}{'rr' * len(AGREEMENT)}", head, rows, wide=False)
+    text = table_float(name, caption, f"{label_column(1.1)}{'r' * len(singles)}{'rr' * len(AGREEMENT)}", head, rows, wide=False)
     return TableFile(name, text, f"tab:{name}", study, number, "geometry", False, 1.2 + 0.25 * len(rows))
