@@ -55,21 +55,29 @@ class Sequential:
             return workers[k % count].train(start, work.part(slice(k, k + 1)), rule, offsets)
 
         try:
-            yield from map(train, range(len(work))) if count == 1 else self._side_by_side(train, count, len(work), threads)
+            yield from map(train, range(len(work))) if count == 1 else self._side_by_side(train, workers, len(work), threads)
         finally:
             for worker in workers:
                 worker.velocity = None  # merging needs the room
 
-    def _side_by_side(self, train: Callable[[int], Update], count: int, clients: int, threads: int) -> Iterator[Update]:
-        """In the order of the clients; each worker goes on when its update was read."""
+    def _side_by_side(self, train: Callable[[int], Update], workers: list["Worker"], clients: int, threads: int) -> Iterator[Update]:
+        """In the order of the clients. While an update is read, its worker is at the next client already, in memory of the update before."""
+        count, spare = len(workers), None
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads)
         running: deque[Future[Update]] = deque(self._pool.submit(train, k) for k in range(count))
         try:
             for k in range(count, count + clients):
-                yield running.popleft().result()
-                if k < clients:  # the worker of client k has just been read out
+                update, worker = running.popleft().result(), workers[k % count]
+                read = worker.local
+                if k < clients:
+                    if update.delta.data_ptr() == read.data_ptr():  # not so under a mask, whose coordinates are a vector of their own
+                        worker.local = torch.empty_like(read) if spare is None else spare
+                        worker.bind()
                     running.append(self._pool.submit(train, k))
+                yield update
+                if worker.local is not read:
+                    spare = read
         finally:
             wait(running)
             torch.set_num_threads(threads)  # not every library keeps this number apart by thread
@@ -81,8 +89,7 @@ class Sequential:
             params, forward = dict(model.named_parameters()), torch.compile(model) if self.compile else model
             self._workers.append(Worker(self, model, forward, [params[name] for name in self.space.shapes], torch.empty_like(start)))
         worker = self._workers[number]
-        for param, view in zip(worker.trained, self.space.views(worker.local).values(), strict=True):
-            param.data = view  # the model's parameters are this vector: nothing is copied back and forth
+        worker.bind()
         worker.model.train()
         worker.masks, worker.python = masks, python
         return worker
@@ -104,6 +111,11 @@ class Worker:
     masks: list[Tensor] | None = None
     python: Semaphore = field(default_factory=Semaphore)
     velocity: Tensor | None = None  # [dense]: of steps in the backward pass
+
+    def bind(self) -> None:
+        """The model's parameters are views of `local`: nothing is copied back and forth."""
+        for param, view in zip(self.trained, self.engine.space.views(self.local).values(), strict=True):
+            param.data = view
 
     def train(self, start: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
         """The local steps of one client, from whole tensors [dense]."""
