@@ -14,7 +14,7 @@ import matplotlib
 from fedlens.study.figures import as_svg
 from fedlens.study.report.drawing import STYLE
 from fedlens.study.report.figures import length_figure
-from fedlens.study.report.markdown import escaped, layout, shown
+from fedlens.study.report.markdown import beside, escaped, layout, shown, with_sd
 from fedlens.study.results import CellResult, StudyResult, gather
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,9 +26,7 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", r
 def entry(cell: CellResult | None) -> str:
     """88.51 ± 0.25 (n = 3): test accuracy in percent and its standard deviation."""
     found = cell.summary("test_accuracy") if cell else None
-    if found is None:
-        return "not run yet"
-    return f"{100 * found.mean:.2f}" + ("" if found.sd is None else f" ± {100 * found.sd:.2f}") + f" (n = {found.n})"
+    return f"{with_sd(found)} (n = {found.n})" if found else "not run yet"
 
 
 def table(study: StudyResult) -> str:
@@ -39,8 +37,7 @@ def table(study: StudyResult) -> str:
         rows = [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases]
     else:
         head = [shown(each.name) for each in study.tables]
-        labels = list(dict.fromkeys(cell.label for each in study.tables for cell in each.cells))
-        rows = [[label, *(entry(next((c for c in each.cells if c.label == label), None)) for each in study.tables)] for label in labels]
+        rows = [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
     lines = [["test accuracy, %", *head], ["---"] * (1 + len(head)), *([escaped(row[0]), *row[1:]] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -31,13 +31,16 @@ from fedlens.study.report.drawing import (
     new_figure,
 )
 from fedlens.study.report.markdown import (
+    GEOMETRY,
     LENGTH,
     MB,
     Layout,
+    Shares,
     counts,
     forget_text,
     interference_texts,
     layout,
+    mask_shares,
     shown,
     slug,
     sweep_text,
@@ -49,7 +52,6 @@ from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, Stu
 from fedlens.study.statistics import Summary, summarise
 
 SPREAD = 10  # between the shortest and the longest update, from which a figure of them tells something
-GEOMETRY = {"drift_ratio": "drift ratio", "cosine": "cosine", "sign_conflict": "sign conflict"}
 
 
 @dataclass(frozen=True)
@@ -275,32 +277,21 @@ def _scheme(data: Mapping[str, Any], clients: int) -> str:
     return f"{said.get(str(data.get('partition')), str(data.get('partition')))}, {clients} clients"
 
 
-Shares = dict[str, float]
-
-
 def _masks(study: StudyResult) -> list[tuple[CellResult, Shares, Shares]]:
-    """Cells with masks, each mask once: percent by layer, percent by kind of weight, means over seeds. In another table under the same
-    name it is another row only where it lies elsewhere."""
-    found: dict[tuple[object, ...], tuple[CellResult, Shares, Shares]] = {}
+    """Cells with masks, each mask once: percent by layer, percent by kind of weight. In another table under the same name it is another row
+    only where a share differs by more than two points."""
+    found: list[tuple[CellResult, Shares, Shares]] = []
     for cell in (cell for table in study.tables for cell in table.cells):
-        masks = [mask for run in cell.runs.values() if (mask := run.mask)]
-        if masks:
-            layers = _means({layer: active / eligible for layer, active, eligible in mask["by_layer"] if eligible} for mask in masks)
-            kinds = _means({kind: row["share"] for kind, row in mask["composition"].items() if row["eligible"]} for mask in masks)
-            if not any(cell.label == other.label and _near(layers, there) and _near(kinds, of) for other, there, of in found.values()):
-                found.setdefault((*layers.items(), *kinds.items()), (cell, layers, kinds))
-    return list(found.values())
+        layers, kinds = mask_shares(cell)
+        points = [2 if cell.label == other.label else 0 for other, *_ in found]
+        known = any(_near(layers, there, p) and _near(kinds, of, p) for (_, there, of), p in zip(found, points, strict=True))
+        if layers and not known:
+            found.append((cell, layers, kinds))
+    return found
 
 
-def _near(a: Shares, b: Shares) -> bool:
-    """No share differs by as much as two points."""
-    return a.keys() == b.keys() and all(abs(a[name] - b[name]) < 2 for name in a)
-
-
-def _means(rows: Iterable[Shares]) -> Shares:
-    """In percent, of the names that all rows have."""
-    first, *others = list(rows)
-    return {name: 100 * summarise([row[name] for row in (first, *others)]).mean for name in first if all(name in row for row in others)}
+def _near(a: Shares, b: Shares, points: float) -> bool:
+    return a.keys() == b.keys() and all(abs(a[name] - b[name]) <= points for name in a)
 
 
 def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:

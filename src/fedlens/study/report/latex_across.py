@@ -18,15 +18,15 @@ from fedlens.study.report.latex_tables import (
     row,
     table_float,
 )
-from fedlens.study.report.markdown import LENGTH, layout, shown, table_stems, unique
+from fedlens.study.report.markdown import GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, unique
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import compare, summarise
 
 NUMBERS = "numbers"
-GEOMETRY = ("cosine", "sign_conflict", "drift_ratio")
-AGREEMENT = {"cosine": "cosine", "sign_conflict": "sign conflict"}  # the drift ratio follows from the cosine where updates are equally long
+AGREEMENT = ("cosine", "sign_conflict")  # the drift ratio follows from the cosine where updates are equally long
 MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
-% (mean, sd, n, low, high, val, diff, p, lr, client_norm, cosine, sign_conflict, drift_ratio: those that it has; the last four are means over rounds),
+% (mean, sd, n, low, high, val, lr; p, of its difference to the table's first cell; client_norm, cosine, sign_conflict, drift_ratio, means over
+% rounds; share KIND, percent of its mask that is of this kind of weight: those that it has),
 % \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
 % \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
@@ -53,13 +53,12 @@ def numbers(gathered: Gathered) -> str:
         seconds = [float(run.summary["seconds"]) for run in study.runs if run.summary.get("seconds") is not None]
         lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
         for table, stem in zip(study.tables, stems, strict=True):
-            differences = {c.name_b: c for c in table.comparisons()}
+            against = {c.name_b: c for c in table.comparisons()}
             keys = dict(zip((cell.label for cell in table.cells), unique([cell.label for cell in table.cells]), strict=True))
             for cell, key in zip(table.cells, keys.values(), strict=True):
                 found = _of_cell(cell) | {f"minus {keys[other]}": text for other, text in _minus(table, cell).items()}
-                if (against := differences.get(cell.label)) is not None:
-                    found["diff"] = f"${100 * against.difference:+z.2f}$"
-                    found |= {} if against.p_adjusted is None else {"p": f"{against.p_adjusted:.2g}"}
+                if cell.label in against and (p := against[cell.label].p_adjusted) is not None:
+                    found["p"] = f"{p:.2g}"
                 lines += [_define(stem, key, what, text) for what, text in found.items()]
     return "\n".join(lines) + "\n"
 
@@ -91,6 +90,7 @@ def _of_cell(cell: CellResult) -> dict[str, str]:
         found["lr"] = _scientific(rate)
     if length := cell.over_rounds(LENGTH):
         found[LENGTH] = f"{length.mean:.2g}"
+    found |= {f"share {kind}": f"{share:.0f}" for kind, share in mask_shares(cell)[1].items()}
     return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := cell.over_rounds(key))}
 
 
@@ -124,12 +124,10 @@ def _alike(study: StudyResult) -> list[TableResult]:
 
 def _together(study: StudyResult, tables: Sequence[TableResult], name: str, number: int) -> TableFile:
     """A row a cell, a column a table."""
-    labels = list(dict.fromkeys(cell.label for table in tables for cell in table.cells))
     marked = [marks(table) for table in tables]
-    rows = []
-    for label in labels:
-        cells = [next((cell for cell in table.cells if cell.label == label), None) for table in tables]
-        rows.append(row(escape(shown(label)), *(entry(cell, own) for cell, own in zip(cells, marked, strict=True))))
+    rows = [
+        row(escape(shown(label)), *(entry(cell, own) for cell, own in zip(cells, marked, strict=True))) for label, cells in beside(tables)
+    ]
     said = [f"{escape(shown(table.name))}:{marks_text(table)}" for table in tables if table.comparisons()]
     caption = (
         rf"{escape(shown(study.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; "
@@ -158,7 +156,7 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
         rows.append(row(escape(shown(cell.label)), *(entries[i] for entries in singles.values()), *pairs))
     start = 2 + len(singles)
     spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(AGREEMENT)))
-    heads = [rf"\multicolumn{{2}}{{c}}{{{said}}}" for said in AGREEMENT.values()]
+    heads = [rf"\multicolumn{{2}}{{c}}{{{GEOMETRY[key]}}}" for key in AGREEMENT]
     head = [row("", *singles, *heads), spans, row("", *("" for _ in singles), *(["first", "all"] * len(AGREEMENT)))]
     members = {int(m["clients"]) for cell in cells for run in cell.runs.values() for m in run.metrics if m.get("clients")}
     alone = ""

@@ -17,6 +17,7 @@ from fedlens.study.statistics import Summary, summarise, unpaired
 NOTHING = "—"
 MB = 1e-6
 LENGTH = "client_norm"  # the metric that is the mean length of a round's updates
+GEOMETRY = {"drift_ratio": "drift ratio", "cosine": "cosine", "sign_conflict": "sign conflict"}
 CLAIM = 0.05  # adjusted p below which a difference is marked
 # an absolute path, wherever it begins; what stays is its last part
 PATH = re.compile(r"(?<![\w./])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\:'\",;]+[/\\])+(?=([^\s/\\:'\",;]*))")
@@ -105,6 +106,31 @@ def layout(table: TableResult) -> Layout | None:
     if len(cases) < 2 or len(values) < 2:
         return None
     return Layout(key, cases, values, {(cell.case, str(cell.values[key])): cell for cell in table.cells})
+
+
+def beside(tables: Sequence[TableResult]) -> list[tuple[str, list[CellResult | None]]]:
+    """The cells of several tables side by side: a label, and the cell that each table has under it."""
+    labels = dict.fromkeys(cell.label for table in tables for cell in table.cells)
+    named = [{cell.label: cell for cell in table.cells} for table in tables]
+    return [(label, [cells.get(label) for cells in named]) for label in labels]
+
+
+Shares = dict[str, float]
+
+
+def mask_shares(cell: CellResult) -> tuple[Shares, Shares]:
+    """Where its masks lie, in percent, means over seeds: how much of each layer moves, and how much of what moves is of each kind of weight."""
+    masks = [mask for run in cell.runs.values() if (mask := run.mask)]
+    return (
+        _means([{layer: active / eligible for layer, active, eligible in mask["by_layer"] if eligible} for mask in masks]),
+        _means([{kind: row["share"] for kind, row in mask["composition"].items() if row["eligible"]} for mask in masks]),
+    )
+
+
+def _means(rows: Sequence[Shares]) -> Shares:
+    """In percent, of the names that all rows have."""
+    names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
+    return {name: 100 * summarise([row[name] for row in rows]).mean for name in names}
 
 
 def slug(text: str) -> str:
