@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fedlens as fl
-from fedlens.study.arith import Lab
-from fedlens.study.forget import forget_client, held_classes, measure
+from fedlens.study.forget import forget_client
 from fedlens.training.setup import environment
 
 FEDERATION = [
@@ -38,8 +37,8 @@ def train(work: Path, name: str, overrides: list[str]) -> fl.Run:
     return fl.run([*overrides, *FEDERATION, f"run.dir={work / name}", "run.if_exists=resume"])
 
 
-def forgotten(run: fl.Run, client: int, keep: float) -> dict[str, Any]:
-    found = forget_client(run, client, keep=keep)
+def forgotten(run: fl.Run, client: int, keep: float, without: list[fl.Run]) -> dict[str, Any]:
+    found = forget_client(run, client, keep=keep, without=without)
     before, after = found["before"], found["after"]
     return {
         "client": client,
@@ -52,13 +51,8 @@ def forgotten(run: fl.Run, client: int, keep: float) -> dict[str, Any]:
         "negated": {w: round(after[f"test_{w}"], 4) for w in ("target", "control")},
         "half_gone": after["test_target"] <= 0.5 * before["test_target"],
         "control_kept": round(after["test_control"] / before["test_control"], 4),
+        "retrained": {w: round(again[f"test_{w}"], 4) for w in ("target", "control")} if (again := found.get("retrained")) else None,
     }
-
-
-def retrained(run: fl.Run, without: fl.Run, client: int) -> dict[str, float]:
-    lab = Lab(run)
-    test = measure(lab, lab.bench.dataset.test, "test", held_classes(lab, client)[0])(lab.theta(without.state))
-    return {w: round(test[f"test_{w}"], 4) for w in ("target", "control")}
 
 
 def reached(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -111,10 +105,10 @@ def main() -> None:
         facts = {k: run.summary[k] for k in ("test_accuracy", "val_accuracy", "best_round", "trainable_parameters")}
         record[variant] = facts | {"start_val_accuracy": run.summary["ridge"]["val_accuracy"]}
         for client in run.client_vectors():
-            rows.append({"variant": variant, **forgotten(run, client, args.keep)})
+            without = []
             if str(client) in args.retrain.split(","):
-                without = train(work, f"{variant}-without-{client}", [*options, f"federated.exclude=[{client}]"])
-                rows[-1]["retrained"] = retrained(run, without, client)
+                without = [train(work, f"{variant}-without-{client}", [*options, f"federated.exclude=[{client}]"])]
+            rows.append({"variant": variant, **forgotten(run, client, args.keep, without)})
             print(rows[-1], flush=True)
     record |= {"reached": reached(rows), "rows": rows, "seconds": round(time.monotonic() - started), "environment": environment()}
     Path(args.out).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -120,24 +120,26 @@ class Worker:
     def train(self, start: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> Update:
         """The local steps of one client, from whole tensors [dense]."""
         (client,), steps, space = work.clients, int(work.steps[0]), self.engine.space
-        anchor, scale = list(space.views(start).values()), self.engine.precision.loss_scale
-        offset = None
+        anchor, offset = list(space.views(start).values()), None
         if offsets is not None:
             offset = list(space.views(space.expand(offsets(client), torch.zeros_like(start))).values())
         self.local.copy_(start)
         losses = torch.zeros((), dtype=torch.float64, device=start.device)
-        if self.may_step_early(rule):
-            with self.stepping_early(rule, anchor, offset):
-                for j in range(steps):
-                    with self.python:
-                        loss = self.loss(work, j, rule.label_smoothing)
-                    torch.autograd.backward(loss)
-                    losses += loss.detach()
-            return self.update(client, work, steps, start, losses)
-        optimizer = self.optimizer(rule)  # a new one: momentum starts at zero each round
-        for j in range(steps):
-            with self.python:
-                loss = self.loss(work, j, rule.label_smoothing)
+        stepping = self.stepping_early if self.may_step_early(rule) else self.stepping
+        with stepping(rule, anchor, offset) as step:
+            for j in range(steps):
+                with self.python:
+                    loss = self.loss(work, j, rule.label_smoothing)
+                step(loss)
+                losses += loss.detach()
+        return Update(client, int(work.samples[0]), steps, space.compact(self.local.sub_(start)), (losses / steps).float())
+
+    @contextmanager
+    def stepping(self, rule: LocalRule, anchor: list[Tensor], offset: list[Tensor] | None) -> Iterator[Callable[[Tensor], None]]:
+        """A step from a loss: all gradients, then torch's SGD (SparseSGDM under a mask)."""
+        optimizer, scale = self.optimizer(rule), self.engine.precision.loss_scale  # a new one: momentum starts at zero each round
+
+        def step(loss: Tensor) -> None:
             grads = torch.autograd.grad(loss * scale, self.trained)
             for param, grad in zip(self.trained, grads, strict=True):
                 param.grad = grad if scale == 1 else grad / scale
@@ -151,13 +153,9 @@ class Worker:
             if offset is not None:
                 self._add(offset)
             optimizer.step()
-            losses += loss.detach()
             optimizer.zero_grad(set_to_none=True)  # before the next backward pass makes new ones
-            del grads, grad
-        return self.update(client, work, steps, start, losses)
 
-    def update(self, client: int, work: Work, steps: int, start: Tensor, losses: Tensor) -> Update:
-        return Update(client, int(work.samples[0]), steps, self.engine.space.compact(self.local.sub_(start)), (losses / steps).float())
+        yield step
 
     def may_step_early(self, rule: LocalRule) -> bool:
         """Whether each tensor may take its step in the backward pass, as soon as its gradient is there and still in the cache: on a CPU, for
@@ -166,16 +164,16 @@ class Worker:
         return large and self.local.device.type == "cpu" and self.masks is None and rule.clip_norm is None
 
     @contextmanager
-    def stepping_early(self, rule: LocalRule, anchor: list[Tensor], offset: list[Tensor] | None) -> Iterator[None]:
-        """The same arithmetic as `optimizer`'s, tensor by tensor; no more than one gradient is alive at a time."""
-        options = {name: getattr(rule, name) for name in ("lr", "momentum", "nesterov", "weight_decay")}
+    def stepping_early(self, rule: LocalRule, anchor: list[Tensor], offset: list[Tensor] | None) -> Iterator[Callable[[Tensor], None]]:
+        """The same arithmetic tensor by tensor, in the backward pass itself; no more than one gradient is alive at a time."""
+        options = {**_options(rule), "maximize": False, "fused": True}
         buffers: list[list[Tensor | None]] = [[] for _ in self.trained]
         begun = [False] * len(self.trained)
         if rule.momentum:  # in memory that stays for the next client: a velocity is as large as the model
             self.velocity = torch.empty_like(self.local) if self.velocity is None else self.velocity
             buffers = [[view] for view in self.engine.space.views(self.velocity.zero_()).values()]
 
-        def step(param: Tensor, i: int) -> None:
+        def move(param: Tensor, i: int) -> None:
             grad = param.grad
             assert grad is not None
             if rule.prox:
@@ -183,21 +181,20 @@ class Worker:
             if offset is not None:
                 grad.add_(offset[i])
             with torch.no_grad():  # v = μ·0 + g is the first step, which is not dampened
-                sgd([param], [grad], buffers[i], maximize=False, fused=True, dampening=rule.dampening if begun[i] else 0.0, **options)
+                sgd([param], [grad], buffers[i], **(options if begun[i] else {**options, "dampening": 0.0}))
             param.grad, begun[i] = None, True
 
-        hooks = [p.register_post_accumulate_grad_hook(partial(step, i=i)) for i, p in enumerate(self.trained)]  # type: ignore[no-untyped-call]
+        hooks = [p.register_post_accumulate_grad_hook(partial(move, i=i)) for i, p in enumerate(self.trained)]  # type: ignore[no-untyped-call]
         try:
-            yield
+            yield torch.autograd.backward
         finally:
             for hook in hooks:
                 hook.remove()
 
     def optimizer(self, rule: LocalRule) -> torch.optim.Optimizer:
-        options = {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}
         if self.masks is not None:
-            return SparseSGDM(self.trained, **options, masks=self.masks)
-        return torch.optim.SGD(self.trained, **options, fused=True)  # one pass over memory, which is what a large model waits for
+            return SparseSGDM(self.trained, **_options(rule), masks=self.masks)
+        return torch.optim.SGD(self.trained, **_options(rule), fused=True)  # one pass over memory, which is what a large model waits for
 
     def loss(self, work: Work, step: int, smoothing: float) -> Tensor:
         engine, device = self.engine, self.local.device
@@ -211,3 +208,8 @@ class Worker:
         for param, extra in zip(self.trained, more, strict=True):
             assert param.grad is not None
             param.grad.add_(extra)
+
+
+def _options(rule: LocalRule) -> dict[str, Any]:
+    """Of a rule what torch's SGD calls by the same names."""
+    return {name: getattr(rule, name) for name in ("lr", "momentum", "dampening", "nesterov", "weight_decay")}
