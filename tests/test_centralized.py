@@ -54,6 +54,23 @@ def test_fine_tuning_beats_the_ridge_head_that_it_starts_from(fast_run: Callable
     assert run.summary["test_accuracy"] > 0.8
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it traces
+def test_compiled_runs_do_what_plain_ones_do_and_share_their_code(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.utils as dynamo
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: real(f, backend="aot_eager", fullgraph=True, **kw))
+    options = ["train.epochs=1", "model.dropout=0.1"]
+    plain, compiled = fast_run("plain", *options), fast_run("compiled", *options, "train.compile=true")
+    for name, tensor in plain.state.items():
+        assert torch.allclose(compiled.state[name], tensor, atol=1e-5), name
+    made = dynamo.counters["stats"]["unique_graphs"]
+    assert made > 0
+    again = fast_run("again", *options, "train.compile=true", "seed=1")
+    assert dynamo.counters["stats"]["unique_graphs"] == made
+    assert not torch.equal(again.state["blocks.0.mlp.fc1.weight"], compiled.state["blocks.0.mlp.fc1.weight"])
+
+
 def test_patience_stops_and_the_best_epoch_meets_the_test_set(fast_run: Callable[..., Any]) -> None:
     run = fast_run("r", "train.epochs=8", "train.patience=1", "optim.lr=5", "optim.schedule=constant")  # too high: it gets worse
     assert run.summary["epochs"] < 8

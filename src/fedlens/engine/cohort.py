@@ -109,7 +109,7 @@ _COMPILED: dict[str, nn.Module] = {}
 def compiled_blocks(model: nn.Module) -> nn.Module:
     """A network of this architecture whose blocks are compiled, made once a process: every parameter is handed to it at each call, so
     it serves all runs alike. Evaluation goes on with the model's own plain blocks."""
-    key = f"{model} {getattr(model, 'image_size', '')} {next(model.parameters()).device}"
+    key = f"{model} {[getattr(model, a, '') for a in ('shape', 'image_size', 'dropout')]} {next(model.parameters()).device}"
     if key not in _COMPILED:
         import torch._dynamo.config as dynamo
 
@@ -119,6 +119,19 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
         for block in _COMPILED[key].blocks:  # type: ignore[union-attr]
             block.compile(dynamic=False)
     return _COMPILED[key]
+
+
+def compiled_forward(model: nn.Module) -> Callable[..., Tensor]:
+    """The forward pass of one model in compiled blocks; what is not a ViT of ours is compiled as a whole."""
+    if not getattr(model, "client_axis", False):
+        return torch.compile(model)
+    network, state = compiled_blocks(model), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def forward(*inputs: Tensor, **options: Tensor | None) -> Tensor:
+        out: Tensor = functional_call(network.train(model.training), state, inputs, options)
+        return out
+
+    return forward
 
 
 def client_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedlens.config import Config
 from fedlens.data.batches import Draws, ImageBank, batch_indices
+from fedlens.engine.cohort import compiled_forward
 from fedlens.errors import UserError
 from fedlens.lens.masks import Mask
 from fedlens.optim.sparse_sgdm import SparseSGDM
@@ -34,7 +35,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     steps_per_epoch = -(-len(bench.train) // cfg.optim.batch_size)
     total = cfg.train.epochs * steps_per_epoch
     scaler = bench.precision.scaler()
-    forward = torch.compile(model) if cfg.train.compile else model
+    forward = compiled_forward(model) if cfg.train.compile else model
 
     # --- where we are: at the start, or where the last sound checkpoint was written
     step, seconds, loss_sum = 0, 0.0, torch.zeros((), dtype=torch.float64, device=device)
