@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -314,6 +315,36 @@ def test_a_server_rate_of_zero_leaves_the_model(fed_run: Callable[..., Any]) -> 
     run = fed_run("r", "server.lr=0", "head=linear", "federated.rounds=2")
     begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
     assert all(torch.equal(run.state[n], t) for n, t in begin.items())
+
+
+def test_one_alpha_to_choose_from_is_the_server_s_rate(fed_run: Callable[..., Any]) -> None:
+    fixed, chosen = fed_run("fixed", "server.lr=0.5"), fed_run("chosen", "server.alphas=[0.5]")
+    assert same(fixed.state, chosen.state)
+    assert [line["alpha"] for line in chosen.metrics] == [0.5] * 3 and "alpha" not in fixed.metrics[0]
+
+
+def test_alpha_is_chosen_by_the_loss_on_validation(fed_run: Callable[..., Any]) -> None:
+    options = ["federated.rounds=1", "server.alpha_samples=1000000", "optim.lr=0.05"]  # more than there are: all of them
+    losses = {a: fed_run(f"a{a}", *options, f"server.lr={a}").metrics[0]["val_loss"] for a in (0.0, 0.5, 1.0, 8.0)}
+    for few in ([8.0, 0.0], [0.0, 0.5, 1.0, 8.0], [8.0]):
+        run = fed_run(f"few{len(few)}", *options, f"server.alphas={few}", "federated.client_vectors=true")
+        alpha = run.metrics[0]["alpha"]
+        assert alpha == min(few, key=lambda a: losses[a])
+        assert run.metrics[0]["val_loss"] == losses[alpha]
+        if alpha:  # and clients' parts are as large as what was added
+            together = sum(v.vector for v in run.client_vectors().values())
+            moved = torch.cat([(run.state[n] - run.start[n]).flatten() for n in next(iter(run.client_vectors().values())).space.shapes])
+            assert torch.allclose(together, moved, atol=1e-6)
+
+
+def test_a_run_that_chooses_alpha_resumes_to_the_same_bits(fed_run: Callable[..., Any]) -> None:
+    options = ["server.alphas=[0.5,1,2]", "server.alpha_samples=20", "federated.eval_every=1", "run.keep_last=9", "optim.lr=0.05"]
+    whole, torn = fed_run("whole", *options), fed_run("torn", *options)
+    (torn.path / "summary.json").unlink()
+    for late in sorted((torn.path / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(late)
+    again = fl.load_run(torn.path).resume()
+    assert same(whole.state, again.state) and [m["alpha"] for m in again.metrics] == [m["alpha"] for m in whole.metrics]
 
 
 @settings(max_examples=30, deadline=None)

@@ -101,6 +101,8 @@ class FederatedConfig:
 class ServerConfig:
     optimizer: str = "sgd"  # sgd | momentum | adam | yogi | adagrad
     lr: float = 1.0  # α: the task-arithmetic coefficient
+    alphas: list[float] = field(default_factory=list)  # if any: each round takes the α of these that has the lowest loss on validation, instead of lr
+    alpha_samples: int = 1000  # validation images that this choice looks at
     momentum: float = 0.9  # of FedAvgM
     beta1: float = 0.9
     beta2: float = 0.99
@@ -239,6 +241,8 @@ CHECKS: list[Check] = [
     ("federated.straggler_rate", lambda v: 0 <= v <= 1, "0 to 1"),
     ("server.optimizer", *_one_of("sgd", "momentum", "adam", "yogi", "adagrad")),
     ("server.lr", lambda v: 0 <= v < float("inf"), ">= 0"),
+    ("server.alphas", lambda v: all(0 <= a < float("inf") for a in v), "numbers >= 0"),
+    ("server.alpha_samples", lambda v: v >= 1, ">= 1"),
     ("server.momentum", lambda v: 0 <= v < 1, "0 <= momentum < 1"),
     ("server.beta1", lambda v: 0 <= v < 1, "0 <= beta1 < 1"),
     ("server.beta2", lambda v: 0 <= v < 1, "0 <= beta2 < 1"),
@@ -302,6 +306,10 @@ def validate(config: Config) -> Config:
         raise UserError("federated.client_vectors: what a client added is defined for server.optimizer=sgd and server.merge=mean only")
     if gone := [k for k in config.federated.exclude if k >= config.federated.clients]:
         raise bad_value("federated.exclude", gone[0], f"below federated.clients, {config.federated.clients}")
+    if config.server.alphas and config.server.optimizer != "sgd":
+        raise UserError(f"server.alphas: α is chosen for server.optimizer=sgd only, {config.server.optimizer!r} given")
+    if config.server.alphas and config.data.val_fraction == 0:
+        raise UserError("server.alphas: α is chosen on a validation set, but data.val_fraction is 0")
     if config.server.merge == "breadcrumbs" and config.server.top + config.server.bottom >= 1:
         raise bad_value("server.bottom", config.server.bottom, f"below 1 - server.top, {1 - config.server.top:g}")
     if config.privacy.noise and config.privacy.clip is None:

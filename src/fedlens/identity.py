@@ -13,6 +13,8 @@ from fedlens.config import Config
 LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
     ("mask", "without", []),
     ("server", "norm_bound", None),
+    ("server", "alphas", []),
+    ("server", "alpha_samples", 1000),
     ("privacy", "clip", None),
     ("privacy", "noise", 0.0),
     ("privacy", "secure_aggregation", False),

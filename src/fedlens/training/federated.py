@@ -9,7 +9,7 @@ in lens/merging.py, what the server does with the result in optim/server.py. All
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from fedlens.optim.server import server_step
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder, write_json
 from fedlens.runs.trackers import Trackers
+from fedlens.seeding import torch_rng
 from fedlens.training.algorithms import ALGORITHMS
 from fedlens.training.privacy import Privacy
 from fedlens.training.setup import Bench, learning_rate, said
@@ -184,16 +185,18 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             counts["refused"], traffic.refused = counts["refused"] + refused, 0
 
             # --- d = merge(Δ); θ ← server_step(θ, d)
-            moved = 0.0
+            moved, alpha = 0.0, cfg.server.lr
             if sums.count:
                 d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
                 rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
                 d = private.noised(d if rescale == 1 else d * rescale, sums.count, nonfinite + refused, round_)
+                if cfg.server.alphas:
+                    alpha = ranks.tell(choose_alpha(bench, space, theta, d))
                 if fed.client_vectors:
                     for a in arrived:
-                        share = cfg.server.lr * rescale * a.samples / sums.weight
+                        share = alpha * rescale * a.samples / sums.weight
                         added[a.client] = share * a.delta + added.get(a.client, 0.0)
-                before, theta = theta, server_step(theta, d, server, cfg.server)
+                before, theta = theta, server_step(theta, d, server, replace(cfg.server, lr=alpha))
                 moved = float(torch.linalg.vector_norm(theta - before))
             elif present and nonfinite == len(present):
                 raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
@@ -208,6 +211,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 "lr": lr,
                 **(sums.metrics() if answered == len(arrived) else {"train_loss": sums.loss / sums.weight}),
                 "update_norm": moved,
+                **({"alpha": alpha} if cfg.server.alphas else {}),
             }
             line |= private.spent()
             line |= {"clients": answered, "nonfinite": nonfinite, "bytes_up": traffic.up, "bytes_down": traffic.down}
@@ -297,6 +301,16 @@ def merge(bench: Bench, clients: Clients, space: ParamSpace, theta: Tensor, arri
         sizes=space.active_sizes(),
         fishers=clients.fishers(who, theta) if c.merge == "fisher" else None,
     )
+
+
+def choose_alpha(bench: Bench, space: ParamSpace, theta: Tensor, d: Tensor) -> float:
+    """The α of server.alphas for which θ + α·d has the lowest loss on validation; of equals the first."""
+    c, losses = bench.config.server, []
+    some = torch.randperm(len(bench.val), generator=torch_rng(bench.config.seed, "alpha"))[: c.alpha_samples]
+    for alpha in c.alphas:
+        space.write(bench.model, theta + alpha * d)
+        losses.append(bench.evaluate(bench.val, samples=some)[0])
+    return c.alphas[int(np.argmin(np.nan_to_num(losses, nan=np.inf)))]
 
 
 def _own(update: Update) -> Update:

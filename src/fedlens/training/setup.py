@@ -62,22 +62,25 @@ class Bench:
     train: ImageBank
     val: ImageBank
 
-    def evaluate(self, bank: ImageBank, model: Callable[[Tensor], Tensor] | None = None) -> tuple[float, float]:
-        """(mean cross-entropy, accuracy) over a split, without augmentation."""
+    def evaluate(
+        self, bank: ImageBank, model: Callable[[Tensor], Tensor] | None = None, samples: Tensor | None = None
+    ) -> tuple[float, float]:
+        """(mean cross-entropy, accuracy) over a split or some samples of it, without augmentation."""
         forward = self.model if model is None else model
+        where = torch.arange(len(bank)) if samples is None else samples
         was_training = self.model.training
         self.model.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            for index in torch.split(torch.arange(len(bank)), self.config.train.eval_batch_size):
+            for index in torch.split(where, self.config.train.eval_batch_size):
                 images, labels = bank.batch(index)
                 with self.precision.autocast():
                     logits = forward(self.pipeline(images)).float()
                 loss += F.cross_entropy(logits, labels, reduction="sum").double()
                 right += (logits.argmax(1) == labels).sum()
         self.model.train(was_training)
-        return float(loss) / len(bank), int(right) / len(bank)
+        return float(loss) / len(where), int(right) / len(where)
 
     def test(self) -> dict[str, float | None]:
         """The test set, which is read here and nowhere else in a run; with train.test=false not even here."""
