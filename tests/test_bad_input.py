@@ -27,7 +27,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "optim.milestones=[0.5,2]"], "optim.milestones"),
     ([*RUN, "optim.clip_norm=0"], "optim.clip_norm"),
     ([*RUN, "optim.nesterov=true", "optim.momentum=0"], "optim.nesterov"),
-    ([*RUN, "train.epochs=0"], "train.epochs"),
+    ([*RUN, "train.epochs=-1"], "train.epochs"),
     ([*RUN, "train.epochs=three"], "train.epochs"),
     ([*RUN, "train.label_smoothing=1"], "train.label_smoothing"),
     ([*RUN, "train.patience=0"], "train.patience"),

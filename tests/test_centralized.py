@@ -48,6 +48,13 @@ def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> Non
         assert torch.allclose(run.state[name], tensor, atol=1e-6), name
 
 
+def test_without_epochs_a_run_is_its_head_alone(fast_run: Callable[..., Any]) -> None:
+    run = fast_run("r", "train.epochs=0")
+    assert run.summary["val_accuracy"] == run.summary["ridge"]["val_accuracy"] and run.summary["steps"] == 0 and run.metrics == []
+    assert all(torch.equal(run.state[name], tensor) for name, tensor in run.start.items())
+    assert 0.5 < run.summary["test_accuracy"] < fast_run("s", *EMBEDDED, "train.epochs=2").summary["test_accuracy"]
+
+
 def test_fine_tuning_beats_the_ridge_head_that_it_starts_from(fast_run: Callable[..., Any]) -> None:
     run = fast_run("r", *EMBEDDED, "train.epochs=2")
     assert run.summary["val_accuracy"] > run.summary["ridge"]["val_accuracy"]

@@ -14,6 +14,7 @@ from fedlens.config import compose
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
 from fedlens.identity import identity
+from fedlens.lens.bitmap import KINDS
 from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
 from fedlens.training import shared, sparse
@@ -149,6 +150,12 @@ def test_every_strategy_runs_and_sparsity_is_one_minus_density(tmp_path: Path, s
     assert a.mask.active == round(0.1 * a.mask.eligible_count)
 
 
+def test_within_some_kinds_is_without_the_others(tmp_path: Path) -> None:
+    run = fl.run([*CENTRAL, "train.epochs=1", "mask.strategy=random", "mask.within=[value,mlp in]", f"run.dir={tmp_path / 'a'}"])
+    assert {kind for kind, row in run.mask.composition().items() if row["active"]} == {"value", "mlp in"}
+    assert set(run.config.mask.without) == set(KINDS) - {"value", "mlp in"}
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_every_merge_rule_serves_the_server(sparse_run: Callable[..., Any], rule: str) -> None:
     run = sparse_run("r", f"server.merge={rule}", "server.fisher_samples=3", "server.lr=0.3", "mask.strategy=highest_magnitude")
@@ -179,6 +186,7 @@ def test_a_client_that_is_excluded_leaves_no_trace(sparse_run: Callable[..., Any
         (["mask.density=0"], "0 < density <= 1"),
         (["sparsity=1"], "0 < density <= 1"),
         (["sparsity=most"], "a number below 1"),
+        (["mask.within=[values]"], "did you mean 'value'"),
         (["mask.scope=both"], "central | federated"),
         (["mask.rounds=0"], ">= 1"),
         (["mask.strategy=null", "mask.path=x"], "mask.strategy is null"),

@@ -1,11 +1,13 @@
 """Plans of many runs and their execution."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,18 @@ from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.config import choices, compose
+from fedlens.config import Config, choices, compose
 from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.runs.store import write_json
-from fedlens.study.plans import plan_file, read_plan
+from fedlens.study import runner
+from fedlens.study.plans import Planned, plan_file, read_plan
 from fedlens.study.processes import environment_of, locked
 from fedlens.study.report.html import html_report
 from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
 from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
+from fedlens.study.tuning import FAILED, Climb, climbs, settled
 from fedlens.training import shared
 from fedlens.training.execute import execute
 
@@ -110,6 +114,14 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("include: [quick, quick]", "two tables are called"),
         ("tables: [{name: a, grid: {model.weights: [a/w.pth, b/w.pth]}}]", "only in the folder"),
         ("a: [", "is not YAML"),
+        ("tables: [{name: a, tune: {by: 1}}]", "tune of a: by: 1 given"),
+        ("tables: [{name: a, tune: {length: 2}}]", "tune of a: length: 2 given"),
+        ("tables: [{name: a, tune: {tries: 2}}]", "tune of a: tries: 2 given"),
+        ("tables: [{name: a, tune: {key: optim.lrr}}]", "optim.lr"),
+        ("tables: [{name: a, tune: {key: optim.weight_decay}}]", "a number > 0 to begin with"),
+        ("tables: [{name: a, tune: {kee: optim.lr}}]", "key"),
+        ("tables: [{name: a, tune: [optim.lr]}]", "allowed is a mapping"),
+        ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
         ("- 1", "has no tables"),
     ],
 )
@@ -281,13 +293,17 @@ def test_runs_that_no_study_planned_are_grouped_by_what_differs(tmp_path: Path) 
         gather([tmp_path / "none"])
 
 
-@pytest.mark.parametrize("name", ["heterogeneity", "strategies", "rates"])
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@pytest.mark.parametrize("name", sorted(folder.name.removesuffix("-cifar100") for folder in RESULTS.glob("*-cifar100")))
 def test_the_results_that_are_kept_are_those_of_the_plans(name: str) -> None:
     """A study that goes on must know its finished runs by name."""
-    folder = Path(__file__).parents[1] / "results" / f"{name}-cifar100" / "runs"
     plan = read_plan(name, place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
-    kept = {run.name for run in folder.iterdir()}
-    assert kept and kept <= {planned.name for planned in plan.runs}
+    study = Study(plan, RESULTS / f"{name}-cifar100")
+    kept = {run.name for run in (study.folder / "runs").iterdir()}
+    trials = {trial for climb in study.climbs for trial in climb.told()["runs"]}
+    assert kept and kept <= {planned.name for planned in study.plan.runs} | trials
 
 
 def test_folders_of_images_are_known_by_where_they_are_and_other_data_are_not(tmp_path: Path) -> None:
@@ -329,6 +345,104 @@ def test_a_run_that_was_killed_before_it_was_one_is_begun_again(tmp_path: Path) 
     config.run.dir = str(tmp_path / "mine")
     with pytest.raises(UserError, match="not an empty folder"):
         execute(config)
+
+
+TUNED = """
+seeds: 2
+set: [experiment=fedavg_iid]
+tables:
+  - name: optimizers
+    cases: {plain: [optim.momentum=0, optim.lr=0.01], heavy: [optim.momentum=0.9]}
+    tune: {key: optim.lr, by: 10, length: 0.5, tries: 4}
+"""
+
+
+def of_lr(best: float, broken: float = float("inf")) -> Callable[[Planned], float | None]:
+    """A validation accuracy with one peak; what is above `broken` fails."""
+    return lambda trial: FAILED if trial.config.optim.lr > broken else 1 / (1 + abs(math.log(trial.config.optim.lr / best)))
+
+
+@pytest.mark.parametrize(
+    ("best", "broken", "value", "tried"),
+    [
+        (0.01, math.inf, 0.01, [0.001, 0.01, 0.1]),
+        (0.1, math.inf, 0.1, [0.001, 0.01, 0.1, 1.0]),
+        (0.001, math.inf, 0.001, [0.0001, 0.001, 0.01, 0.1]),
+        (100.0, math.inf, 1.0, [0.001, 0.01, 0.1, 1.0]),  # tries are spent
+        (0.1, 0.05, 0.01, [0.001, 0.01, 0.1]),  # beyond the edge nothing trains
+        (0.1, 5e-4, 0.0001, [0.0001, 0.001, 0.01, 0.1]),
+        (0.1, 1e-9, None, [0.0001, 0.001, 0.01, 0.1]),
+    ],
+)
+def test_a_climb_ends_where_both_neighbours_are_worse(
+    tmp_path: Path, best: float, broken: float, value: float | None, tried: list[float]
+) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    plain, heavy = climbs(plan, of_lr(best, broken))
+    assert not plain.next and plain.value == value and [v for v, _ in plain.told()["tried"]] == tried
+    assert plain.told()["value"] == value and all((score is None) == (v > broken) for v, score in plain.told()["tried"])
+    runs = [p for p in settled(plan, [plain, heavy]).runs if p.cell.case == "plain"]
+    assert [p.config.optim.lr for p in runs] == [value or 0.01] * 2 and all(p.config.train.test for p in runs)
+    assert all(p.config.federated.rounds == 2 for p in runs) and plain.tune.short.federated.rounds == 1 and not plain.tune.short.train.test
+
+
+def test_what_is_tried_next_does_not_depend_on_when_trials_end(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    tune = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK).tunes[0]
+    assert Climb(tune, {}).next == [0, 1, -1] and Climb(tune, {1: 0.5}).next == [0, -1] and Climb(tune, {0: 0.5, -1: 0.6}).next == [1]
+    assert Climb(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and Climb(tune, {0: 0.5, 1: 0.5, -1: 0.4}).best == 0  # of equals the lower
+    assert read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "optim.lr=0.1"]).tunes == []  # said on the command line
+
+
+def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    assert main(["study", str(tmp_path / "p.yaml"), "--plan", "--out", str(tmp_path / "s"), *QUICK]) == 0
+    real, ran = runner.execute, list[tuple[float, bool]]()
+
+    def stopped(config: Config) -> object:
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        ran.append((config.optim.lr, config.train.test))
+        if config.optim.lr > 1:
+            raise UserError("not finite")
+        return real(config)
+
+    monkeypatch.setattr(runner, "execute", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        Study(plan, tmp_path / "s").run()
+    assert not any(test for _, test in ran)
+    monkeypatch.setattr(runner, "execute", lambda config: ran.append((config.optim.lr, config.train.test)) or real(config))
+    study = Study(plan, tmp_path / "s")
+    found = study.run()
+    assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs) and len(found.runs) == 4  # nothing twice
+    assert [tuned.value for tuned in found.tuned] == [p.config.optim.lr for p in study.plan.runs[::2]]
+    assert all(tuned.value == max(tuned.tried, key=lambda t: (t[1] or 0, -t[0]))[0] for tuned in found.tuned)
+    assert not any(list(run.path.glob("*.safetensors")) for run in found.trials) and all(
+        run.summary["test_accuracy"] is None for run in found.trials
+    )
+    assert "Chosen on validation in short runs" in tables(tmp_path / "s")[0]
+    Study(plan, tmp_path / "s").run()
+    assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs)
+
+
+def test_a_cell_that_no_value_trains_is_a_failure_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    plan, real = read_plan(str(tmp_path / "p.yaml"), seeds=1, overrides=QUICK), runner.execute
+
+    def failing(config: Config) -> object:
+        if config.optim.momentum == 0:
+            raise UserError("not finite")
+        return real(config)
+
+    monkeypatch.setattr(runner, "execute", failing)
+    study = Study(plan, tmp_path / "s")
+    found = study.run()
+    assert list(study.failures.values()) == ["no value of optim.lr trains; tried 0.0001, 0.001, 0.01, 0.1"]
+    assert [cell.label for cell in found.tables[0].cells if cell.runs] == ["heavy"]
+    again = Study(plan, tmp_path / "s")
+    assert again.missing() == [] and again.failures == study.failures and Study(plan, tmp_path / "s", retry=True).unfit == {}
 
 
 def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,9 @@ class FederatedConfig:
 class ServerConfig:
     optimizer: str = "sgd"  # sgd | momentum | adam | yogi | adagrad
     lr: float = 1.0  # α: the task-arithmetic coefficient
-    alphas: list[float] = field(default_factory=list)  # if any: each round takes the α of these that has the lowest loss on validation, instead of lr
+    alphas: list[float] = field(
+        default_factory=list
+    )  # if any: each round takes the α of these that has the lowest loss on validation, instead of lr
     alpha_samples: int = 1000  # validation images that this choice looks at
     momentum: float = 0.9  # of FedAvgM
     beta1: float = 0.9
@@ -221,7 +223,7 @@ CHECKS: list[Check] = [
     ("optim.final", lambda v: 0 <= v <= 1, "0 to 1"),
     ("optim.decay", lambda v: 0 < v <= 1, "0 < decay <= 1"),
     ("optim.milestones", lambda v: all(0 < m < 1 for m in v), "fractions of the run, each between 0 and 1"),
-    ("train.epochs", lambda v: v >= 1, ">= 1"),
+    ("train.epochs", lambda v: v >= 0, ">= 0; 0: the head alone"),
     ("train.label_smoothing", lambda v: 0 <= v < 1, "0 <= label_smoothing < 1"),
     ("train.patience", lambda v: v is None or v >= 1, ">= 1 or null"),
     ("train.precision", *_one_of("auto", "fp32", "bf16", "fp16")),
@@ -347,11 +349,18 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
 
 
+def _other_kinds(value: str) -> list[str]:
+    given = [kind.strip() for kind in value.strip().removeprefix("[").removesuffix("]").split(",")]
+    if wrong := next((kind for kind in given if kind not in KINDS), None):
+        raise unknown("mask.within", wrong, KINDS)
+    return [kind for kind in KINDS if kind not in given]
+
+
 def normalise(overrides: Sequence[str]) -> list[str]:
     """Check each override's key before Hydra sees it, and spell out our shorthands.
 
     `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts; `sparsity=0.9` (or
-    `mask.sparsity`) is `mask.density=0.1`, for every strategy alike, in sweeps too.
+    `mask.sparsity`) is `mask.density=0.1`, for every strategy alike, in sweeps too; `mask.within=[value]` is `mask.without` of all other kinds.
     """
     keys = set(known_keys())
     done: list[str] = []
@@ -362,6 +371,8 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             continue
         if name in ("sparsity", "mask.sparsity", "density"):
             text = f"mask.density={value if name == 'density' else _densities(text, value)}"
+        if name == "mask.within":
+            text = f"mask.without=[{','.join(_other_kinds(value))}]"
         try:
             parsed = OverridesParser.create().parse_override(text)
         except HydraException as error:

@@ -14,6 +14,7 @@
         local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
         evaluations: 10                                       so many a run, however many rounds it has
         target: 0.85                                          validation accuracy that rounds and bytes are counted to
+        tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   every cell gets the value that validation prefers for it; or {cifar100: {…}}: see tuning.py
     analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
 
 `include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
@@ -22,18 +23,20 @@
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.config import Config, choices, compose
+from fedlens.config import Config, choices, compose, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
-TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target"}
+TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "tune"}
+TUNE_KEYS = {"key", "by", "length", "tries"}
 SPECIAL_KEYS = {"case", "place", "set"}
 
 
@@ -69,6 +72,28 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """A cell whose value of `key` is still to be chosen: in short runs of the plan's first seed, on validation alone."""
+
+    cell: Cell
+    key: str
+    by: float  # the factor between neighbours
+    tries: int
+    short: Config  # of the cell's own value
+
+    @property
+    def own(self) -> float:
+        return float(_get(self.short, self.key))
+
+    def value(self, k: int) -> float:
+        """k factors above the cell's own, to three digits."""
+        return float(f"{self.own * self.by**k:.3g}") if k else self.own
+
+    def trial(self, k: int) -> Planned:
+        return Planned(self.cell, self.short.seed, changed(self.short, self.key, self.value(k)))
+
+
+@dataclass(frozen=True)
 class Table:
     name: str
     question: str = ""
@@ -83,6 +108,7 @@ class Plan:
     runs: list[Planned]
     tables: list[Table] = field(default_factory=list)
     analyses: list[Mapping[str, Any]] = field(default_factory=list)
+    tunes: list[Tune] = field(default_factory=list)
 
 
 def plan_file(name: str) -> Path:
@@ -110,7 +136,8 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
         tables = [table for part in parts for table in part.tables]
         _distinct([table.name for table in tables])
         analyses = [analysis for part in parts for analysis in part.analyses]
-        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, tables, analyses)
+        tunes = [tune for part in parts for tune in part.tunes]
+        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, tables, analyses, tunes)
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list) or not content["tables"]:
         raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
     _known(content, PLAN_KEYS, f"study {path.stem}")
@@ -127,7 +154,12 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     _told_apart(runs)
     tables = [Table(_name(table), str(table.get("question", "")), table.get("target")) for table in content["tables"]]
     filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
-    return Plan(path.stem, str(content.get("question", "")), place, runs, filled, _analyses(content.get("analyses"), place, places))
+    tunes = []
+    for table in content["tables"]:
+        own = [(cell, config) for cell, config in cells if cell.table == _name(table)]
+        tunes += _tunes(table, own, place, places, _seeds(content, seeds)[0], overrides)
+    analyses = _analyses(content.get("analyses"), place, places)
+    return Plan(path.stem, str(content.get("question", "")), place, runs, filled, analyses, tunes)
 
 
 def _distinct(names: Sequence[str]) -> None:
@@ -169,9 +201,54 @@ def _seeds(content: Mapping[str, Any], asked: int | None) -> list[int]:
 
 
 def _seeded(config: Config, seed: int) -> Config:
+    return changed(config, "seed", seed)
+
+
+def changed(config: Config, key: str, value: Any) -> Config:
+    """The same with another value of a dotted key."""
     own = copy.deepcopy(config)
-    own.seed = seed
+    *above, name = key.split(".")
+    setattr(_get(own, ".".join(above)), name, value)
     return own
+
+
+def _get(config: Any, key: str) -> Any:
+    return reduce(getattr, key.split("."), config) if key else config
+
+
+def _tunes(
+    table: Mapping[str, Any], cells: Sequence[tuple[Cell, Config]], place: str, places: Collection[str], seed: int, last: Sequence[str]
+) -> list[Tune]:
+    given, where = table.get("tune"), f"tune of {_name(table)}"
+    if isinstance(given, Mapping) and set(given) <= set(places):  # place by place
+        given = given.get(place)
+    if given is None:
+        return []
+    _known(given, TUNE_KEYS, where)
+    key, by, length, tries = str(given.get("key", "optim.lr")), given.get("by", 3), given.get("length", 0.2), given.get("tries", 7)
+    if key in {text.partition("=")[0] for text in last}:  # said on the command line: not to be chosen
+        return []
+    if key not in known_keys():
+        raise unknown(where, key, known_keys())
+    if not (isinstance(by, int | float) and by > 1):
+        raise bad_value(f"{where}: by", by, "a factor > 1")
+    if not (isinstance(length, int | float) and 0 < length <= 1):
+        raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
+    if not (isinstance(tries, int) and tries >= 3):
+        raise bad_value(f"{where}: tries", tries, "a whole number >= 3")
+    found = []
+    for cell, config in cells:
+        if not isinstance(own := _get(config, key), float) or own <= 0:
+            raise bad_value(f"{where}: {key} of {cell.label}", own, "a number > 0 to begin with")
+        if config.data.val_fraction == 0:
+            raise UserError(f"study: {where} chooses on a validation set, but data.val_fraction of {cell.label} is 0")
+        short = _seeded(config, seed)
+        short.train.test = False
+        short.federated.rounds = max(1, round(length * config.federated.rounds))
+        short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule
+        short.train.epochs = max(1, round(length * config.train.epochs))
+        found.append(Tune(cell, key, float(by), tries, short))
+    return found
 
 
 def _cells(

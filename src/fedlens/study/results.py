@@ -140,6 +140,18 @@ class Analysis:
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """How a cell came to its value of one key: see study/tuning.py."""
+
+    table: str
+    label: str
+    key: str
+    value: float | None  # None: not chosen yet, or nothing trains
+    tried: list[tuple[float, float | None]]  # value, validation accuracy; None: failed
+    runs: list[RunResult]
+
+
+@dataclass(frozen=True)
 class StudyResult:
     name: str
     place: str
@@ -147,6 +159,12 @@ class StudyResult:
     tables: list[TableResult]
     analyses: list[Analysis] = field(default_factory=list)
     failures: Mapping[str, str] = field(default_factory=dict)  # run -> why
+    tuned: list[Tuned] = field(default_factory=list)
+
+    @property
+    def trials(self) -> list[RunResult]:
+        """The finished short runs behind `tuned`, each once."""
+        return list({run.path: run for tuned in self.tuned for run in tuned.runs}.values())
 
     @property
     def runs(self) -> list[RunResult]:
@@ -213,9 +231,16 @@ def read_study(folder: Path) -> StudyResult:
             for a in content["analyses"]
             if (folder / a["file"]).is_file()
         ]
-        return StudyResult(content["name"], content["place"], content["question"], tables, analyses, content["failures"])
+        tuned = [_tuned(folder, each) for each in content.get("tuned", [])]
+        return StudyResult(content["name"], content["place"], content["question"], tables, analyses, content["failures"], tuned)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"report: {folder / STUDY_FILE} is not a study's ({first_line(error)})") from None
+
+
+def _tuned(folder: Path, each: Mapping[str, Any]) -> Tuned:
+    finished = [folder / "runs" / name for name in each["runs"] if (folder / "runs" / name / "summary.json").is_file()]
+    tried = [(float(value), score) for value, score in each["tried"]]
+    return Tuned(each["table"], each["label"], each["key"], each["value"], tried, [RunResult(path, 0) for path in finished])
 
 
 def _table(folder: Path, table: Mapping[str, Any], question: str) -> TableResult:

@@ -27,6 +27,7 @@ from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
 from fedlens.study.processes import end_with_parent, environment_of, locked
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
+from fedlens.study.tuning import FAILED, climbs, settled
 from fedlens.training.execute import execute
 from fedlens.training.shared import CACHE
 
@@ -35,13 +36,27 @@ log = logging.getLogger("fedlens")
 
 class Study:
     def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False) -> None:
-        self.plan, self.folder, self.jobs = plan, folder, jobs
-        self.wanted = wanted(plan)
+        self.asked, self.folder, self.jobs = plan, folder, jobs
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
-        known = {} if retry else _read(folder / STUDY_FILE).get("failures", {})
-        lacking = {p.name for p in plan.runs if not self.finished(p)} | {w.file for w in self.wanted if not (folder / w.file).is_file()}
+        told = {} if retry else _read(folder / STUDY_FILE)
+        self.unfit: dict[str, str] = told.get("unfit", {})  # trial that failed -> why
+        self._settle()
+        known = told.get("failures", {})
+        lacking = {p.name for p in self.plan.runs if not self.finished(p)}
+        lacking |= {w.file for w in self.wanted if not (folder / w.file).is_file()}
         self.failures: dict[str, str] = {name: why for name, why in known.items() if name in lacking}  # run or analysis -> why
+
+    def _settle(self) -> None:
+        """The plan as far as finished trials decide it."""
+        self.climbs = climbs(self.asked, self._score)
+        self.plan = settled(self.asked, self.climbs)
+        self.wanted = wanted(self.plan)
+
+    def _score(self, trial: Planned) -> float | None:
+        if trial.name in self.unfit:
+            return FAILED
+        return float(_read(self.path(trial) / "summary.json")["val_accuracy"]) if self.finished(trial) else None
 
     def path(self, planned: Planned) -> Path:
         return self.folder / "runs" / planned.name
@@ -59,6 +74,8 @@ class Study:
             return self._run()
 
     def _run(self) -> StudyResult:
+        with _cache(self.folder / "cache"):
+            self._tune()
         todo = self.missing()
         total = len({p.name for p in self.plan.runs})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
@@ -74,6 +91,28 @@ class Study:
         self._analyse()
         self._tell()
         return read_study(self.folder)
+
+    def _tune(self) -> None:
+        """Trials until every cell that is to be tuned has its value. Of a trial only its numbers are kept."""
+        while todo := {trial.name: trial for climb in self.climbs for trial in map(climb.tune.trial, climb.next)}:
+            log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), sum(bool(climb.next) for climb in self.climbs))
+            with progress_bar("tuning", len(todo)) as bar:
+                for trial, error in self._executed(list(todo.values())):
+                    if error is not None:
+                        self.unfit[trial.name] = error
+                        self._tell()
+                    else:
+                        shutil.rmtree(self.path(trial) / CHECKPOINTS, ignore_errors=True)
+                        for weights in self.path(trial).glob("*.safetensors"):
+                            weights.unlink()
+                    bar.advance(1, trial.cell.label)
+            self._settle()
+        for climb in self.climbs:
+            if climb.value is None:
+                why = f"no value of {climb.tune.key} trains; tried {', '.join(f'{climb.tune.value(k):g}' for k in sorted(climb.tried))}"
+                for planned in self.plan.runs:
+                    if planned.cell == climb.tune.cell and planned.name not in self.failures:
+                        self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
 
     def _note(self, name: str, label: str, error: str | None) -> None:
         if error is not None:
@@ -113,6 +152,8 @@ class Study:
                 for table in self.plan.tables
             ],
             "analyses": [{"kind": w.kind, "title": w.title, "labels": w.labels, "seed": w.seed, "file": w.file} for w in self.wanted],
+            "tuned": [climb.told() for climb in self.climbs],
+            "unfit": self.unfit,
             "failures": self.failures,
         }
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,9 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         }
         run.save_checkpoint(step, state_tensors(model, optimizer), state | ({} if score is None else {"score": score}))
 
+    if total == 0 and best["step"] is None:  # the head alone
+        best = {"score": bench.evaluate(bench.val)[1] if len(bench.val) else None, "step": 0}
+        save(best["score"])
     last_save, order, draws = time.monotonic(), None, None
     with progress_bar(cfg.experiment, total, step, cfg.run.progress) as bar:
         while step < total and not _patience_over(stale, cfg.train.patience):

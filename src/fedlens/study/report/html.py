@@ -13,6 +13,7 @@ from typing import Any
 
 from fedlens.study.report.html_analyses import SECTIONS, search_section
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
+from fedlens.study.report.markdown import TUNED, tuned_rows
 from fedlens.study.results import NEAR, CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -79,6 +80,8 @@ def _study(page: Page, study: StudyResult) -> None:
     page.text(f"Place: {study.place}. Finished runs: {runs}. Tables: {len(study.tables)}.{missing}", soft=True)
     for table in study.tables:
         _table(page, replace(table, target=table.aim), planned=table.target is not None, question=study.question)
+        if tuned := tuned_rows(study, table):
+            page.table(f"{table.name}: {TUNED[0].lower()}{TUNED[1:-1]}.", ["Cell", "Key", "Value", "Tried"], tuned)
     cells = _distinct(study)
     _partitions(page, cells)
     _masks(page, cells)

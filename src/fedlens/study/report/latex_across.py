@@ -50,8 +50,9 @@ def numbers(gathered: Gathered) -> str:
     """The file of macros."""
     lines = [MACROS]
     for study, name, stems in zip(gathered.studies, unique([s.name for s in gathered.studies]), table_stems(gathered), strict=True):
-        seconds = [float(run.summary["seconds"]) for run in study.runs if run.summary.get("seconds") is not None]
-        lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
+        seconds = [float(run.summary["seconds"]) for run in (*study.runs, *study.trials) if run.summary.get("seconds") is not None]
+        lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "trials", str(len(study.trials)))]
+        lines += [_define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
         for table, stem in zip(study.tables, stems, strict=True):
             against = {c.name_b: c for c in table.comparisons()}
             keys = dict(zip((cell.label for cell in table.cells), unique([cell.label for cell in table.cells]), strict=True))

@@ -188,9 +188,31 @@ def _study(study: StudyResult) -> list[str]:
     parts = [f"## {escaped(shown(study.name))} ({escaped(shown(study.place))})", escaped(study.question)]
     for table in study.tables:
         parts += [f"### {escaped(shown(table.name))}", escaped(table.question) if table.question != study.question else ""]
-        parts += [_cells(table), *_paired(table), _list("Seeds that are not finished", missing(table))]
+        parts += [_cells(table), *_paired(table), *_tuned(study, table), _list("Seeds that are not finished", missing(table))]
     parts += [part for analysis in study.analyses for part in _analysis(analysis)]
     return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
+
+
+def tuned_rows(study: StudyResult, table: TableResult) -> list[list[str]]:
+    """cell, key, chosen value, and what was tried with its validation accuracy."""
+    return [
+        [
+            shown(each.label),
+            each.key,
+            NOTHING if each.value is None else f"{each.value:g}",
+            ", ".join(f"{value:g}: {'failed' if score is None else value_text(score)}" for value, score in each.tried),
+        ]
+        for each in study.tuned
+        if each.table == table.name and each.tried
+    ]
+
+
+TUNED = "Chosen on validation in short runs, n = 1 each; the test set was not read:"
+
+
+def _tuned(study: StudyResult, table: TableResult) -> list[str]:
+    rows = [[escaped(text) for text in row] for row in tuned_rows(study, table)]
+    return [TUNED, _rows(["cell", "key", "value", "tried"], rows, right=4)] if rows else []
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
