@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from fedlens.errors import UserError
 from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
 from fedlens.study.report.figures import FigureFile, length_figure, write_figures
+from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
 from fedlens.study.report.latex_across import across_tables, numbers
 from fedlens.study.report.latex_tables import escape, latex_tables
 from fedlens.study.report.markdown import csv_rows, escaped, layout, markdown_report, placeless, slug, table_stems, unique
-from fedlens.study.results import Gathered, gather
+from fedlens.study.report.over_seeds import numbers_of, over_seeds
+from fedlens.study.results import Analysis, Gathered, gather
 
 HOSTILE = r"50% & $x_1$ #{a}~b^c \input{/etc/passwd} <α|τ> --,, [z]* ξθ 中 ∞"
 Cell = tuple[str, str, Mapping[str, Any], Sequence[float | None]]  # label, case, values, test accuracy by seed; None: not finished
@@ -60,7 +63,7 @@ def make_run(folder: Path, seed: int, accuracy: float, *, federated: bool = True
         (folder / "partition.json").write_text(json.dumps({"clients": 3, "label_counts": counts}))
     if mask:
         summary["mask"] = {
-            "composition": {"query": {"eligible": 10, "share": 0.25}, "key": {"eligible": 10, "share": 0.75}},
+            "composition": {"query": {"eligible": 10, "active": 1, "share": 0.25}, "key": {"eligible": 10, "active": 3, "share": 0.75}},
             "by_layer": [["embed", 0, 10], ["block 0", 4, 20], ["other", 0, 0]],
         }
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -241,6 +244,44 @@ def test_analyses_and_searches_are_in_the_markdown(tmp_path: Path) -> None:
     assert "| best (trial 0) | 70.00 | optim.lr = 0.1 |\n| default | 65.00 | optim.lr = 0.01 |" in text
     assert r"& best & 70.00 & optim.lr = 0.1 \\" in next(table.text for table in latex_tables(found) if table.kind == "searches")
     assert "/home" not in text
+
+
+def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
+    """By hand: numbers of one analysis, means over seeds, a table in every file, and a macro of each."""
+    (study,) = plain(tmp_path, analyses=ANALYSES).studies
+    again = [replace(a, seed=1, found=_shifted(a)) for a in study.analyses]
+    both = Gathered([replace(study, analyses=[*study.analyses, *again])])
+    found = over_seeds(both.studies[0])
+    assert {kind: [(row.label, row.n) for row in rows] for kind, rows in found.items()} == {
+        "sweep": [("all", 2)],
+        "interpolate": [("half A and half B", 2)],
+        "interference": [("half A and half B", 2)],
+        "forget": [("all", 2)],
+    }
+    (forgotten,) = found["forget"]
+    assert {key: s.mean for key, s in forgotten.numbers.items()} == pytest.approx(
+        {"target_before": 0.9, "target_after": 0.35, "others_before": 0.8, "others_after": 0.8, "alpha": 1.0}
+    )
+    assert numbers_of(study.analyses[0])["chosen"] == 0.79 and found["sweep"][0].numbers["alpha"].mean == pytest.approx(0.75)
+    text = markdown_report(both)
+    assert "| all | 90.00 ± 0.00 | 35.00 ± 7.07 | 80.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 | 2 |" in text
+    assert "by negation, over seeds" in text
+    assert "by negation, over seeds" not in markdown_report(Gathered([study]))  # one seed is told as it is
+    assert "Forgetting clients by negation: means over seeds" in html_report(both)
+    tables = {table.name: table.text for table in across_tables(both)}
+    assert r"$35.00 \pm 7.07$" in tables["toy-forget"] and set(tables) >= {f"toy-{kind}" for kind in found}
+    assert r"\csname lens/toy-forget/all/target after\endcsname{35.00}" in numbers(both)
+    assert r"\csname lens/toy-sweep/all/alpha\endcsname{0.75}" in numbers(both)
+
+
+def _shifted(analysis: Analysis) -> dict[str, Any]:
+    """The same with another outcome."""
+    found = json.loads(json.dumps(analysis.found))
+    if analysis.kind == "forget":
+        found["clients"][0]["after"]["test_target"] -= 0.1
+    elif analysis.kind == "sweep":
+        found["chosen"]["alpha"] += 0.5
+    return dict(found)
 
 
 def test_labels_cannot_break_markdown() -> None:

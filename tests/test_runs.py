@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import fedlens as fl
 from fedlens.cli import main
 from fedlens.errors import UserError
 from fedlens.runs import store
+from fedlens.runs.environment import commit, commit_of
 from fedlens.runs.store import RunFolder, read_metrics
 
 
@@ -242,7 +244,37 @@ def test_a_finished_run_reads_as_an_object(fast_run: Callable[..., Any]) -> None
     assert run.state["head.weight"].shape == (10, 128)
     assert run.config.train.epochs == 1
     assert run.resume() is run
-    assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__
+    told = json.loads((run.path / "environment.json").read_text())
+    assert told["torch"] == torch.__version__ and told["commit"] == commit()
+
+
+def test_a_run_knows_the_commit_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "src" / "package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("a = 1\n")
+    git("init")
+    assert commit_of(package) is None  # files inside some repository, not of it
+    commit_of.cache_clear()
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert commit_of(package) == git("rev-parse", "HEAD")
+    commit_of.cache_clear()
+    (tmp_path / "notes.txt").write_text("beside the code")
+    git("add", ".")
+    assert commit_of(package) == git("rev-parse", "HEAD")
+    commit_of.cache_clear()
+    (package / "__init__.py").write_text("a = 2\n")
+    assert commit_of(package) == git("rev-parse", "HEAD") + "+changes"
+    commit_of.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert commit_of(package) is None  # no git
+    commit_of.cache_clear()
+    monkeypatch.setenv("FEDLENS_COMMIT", "abc1234")
+    assert commit() == "abc1234"
 
 
 def test_if_exists_resume_goes_on_and_another_configuration_is_refused(fast_run: Callable[..., Any]) -> None:

@@ -18,10 +18,11 @@ from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
+from fedlens.runs.environment import environment
 from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
-from fedlens.training.setup import Bench, environment, set_up
+from fedlens.training.setup import Bench, set_up
 from fedlens.training.site import Clients
 
 log = logging.getLogger("fedlens")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,20 +176,6 @@ def set_up(config: Config, data: Dataset | None = None) -> Bench:
         train=ImageBank(data.train, device),
         val=ImageBank(data.val, device),
     )
-
-
-def environment() -> dict[str, str]:
-    """What a reader needs to know about where the figures come from."""
-    from fedlens import __version__
-
-    return {
-        "fedlens": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
-        "threads": str(torch.get_num_threads()),
-    }
 
 
 def _write_features(features: Tensor, folder: Path) -> None:

@@ -19,6 +19,7 @@ from fedlens.study.report.latex_tables import (
     table_float,
 )
 from fedlens.study.report.markdown import GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, unique
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import compare, summarise
 
@@ -28,6 +29,8 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 % (mean, sd, n, low, high, val, lr; p, of its difference to the table's first cell; client_norm, cosine, sign_conflict, drift_ratio, means over
 % rounds; share KIND, percent of its mask that is of this kind of weight: those that it has),
 % \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
+% \lens[NUMBER]{STUDY-KIND}{CELLS} of analyses: KIND sweep or interpolate (start, end, chosen, alpha), interference (cosine, sign conflict, xi),
+% forget (target before, target after, others before, others after, target without, others without, alpha), each with sd as well,
 % \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
   \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""
@@ -44,6 +47,8 @@ def across_tables(gathered: Gathered) -> Iterator[TableFile]:
             cells = [cell for cell in table.cells if all(cell.over_rounds(key) for key in GEOMETRY)]
             if len(cells) > 1:
                 yield _geometry(table, cells, f"{stems[i][j]}-geometry", i, j)
+        for kind, found in over_seeds(study).items():
+            yield _measured(study, found, f"{names[i]}-{kind}", i)
 
 
 def numbers(gathered: Gathered) -> str:
@@ -53,6 +58,9 @@ def numbers(gathered: Gathered) -> str:
         seconds = [float(run.summary["seconds"]) for run in (*study.runs, *study.trials) if run.summary.get("seconds") is not None]
         lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "trials", str(len(study.trials)))]
         lines += [_define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
+        for kind, measured in over_seeds(study).items():
+            for each, key in zip(measured, unique([each.label for each in measured]), strict=True):
+                lines += [_define(f"{name}-{kind}", key, what, text) for what, text in _of_measured(each).items()]
         for table, stem in zip(study.tables, stems, strict=True):
             against = {c.name_b: c for c in table.comparisons()}
             keys = dict(zip((cell.label for cell in table.cells), unique([cell.label for cell in table.cells]), strict=True))
@@ -93,6 +101,37 @@ def _of_cell(cell: CellResult) -> dict[str, str]:
         found[LENGTH] = f"{length.mean:.2g}"
     found |= {f"share {kind}": f"{share:.0f}" for kind, share in mask_shares(cell)[1].items()}
     return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := cell.over_rounds(key))}
+
+
+def _of_measured(each: Measured) -> dict[str, str]:
+    found = {"n": str(each.n)}
+    for key, summary in each.numbers.items():
+        scale, what = each.scale(key), key.replace("_", " ")
+        found[what] = f"{scale * summary.mean:z.2f}"
+        found |= {} if summary.sd is None else {f"{what} sd": f"{scale * summary.sd:z.2f}"}
+    return found
+
+
+def _measured(study: StudyResult, found: Sequence[Measured], name: str, number: int) -> TableFile:
+    """What analyses of one kind came to: a row for the cells that each is of."""
+    heads, kind = shared_heads(found), found[0].kind
+    rows = [row(escape(shown(each.label)), *(_with_sd(each, key) for key in heads), str(each.n)) for each in found]
+    clients = clients_text(study) if kind == "forget" else ""
+    caption = (
+        rf"{escape(shown(study.name))}: {escape(TITLES[kind][0].lower() + TITLES[kind][1:])}. Mean $\pm$ standard deviation over $n$ seeds"
+        rf"{f', {clients}' if clients else ''}. {escape(UNITS[kind])}"
+    )
+    wide = len(heads) > NARROW
+    columns = f"{label_column(0.85)}{label_column(0.7 if wide else 0.6) * len(heads)}r"
+    text = table_float(name, caption, columns, [row("", *map(escape, heads.values()), "$n$")], rows, wide)
+    return TableFile(name, text, f"tab:{name}", number, None, "measured", wide, 1.4 + 0.3 * len(rows))
+
+
+def _with_sd(each: Measured, key: str) -> str:
+    summary, scale = each.numbers.get(key), each.scale(key)
+    if summary is None:
+        return NO_VALUE
+    return f"${scale * summary.mean:z.2f}" + ("$" if summary.sd is None else rf" \pm {scale * summary.sd:z.2f}$")
 
 
 def rate_of(cell: CellResult) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, over_seeds, shared_heads
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -190,6 +191,7 @@ def _study(study: StudyResult) -> list[str]:
         parts += [f"### {escaped(shown(table.name))}", escaped(table.question) if table.question != study.question else ""]
         parts += [_cells(table), *_paired(table), *_tuned(study, table), _list("Seeds that are not finished", missing(table))]
     parts += [part for analysis in study.analyses for part in _analysis(analysis)]
+    parts += [part for rows in over_seeds(study).values() if max(row.n for row in rows) > 1 for part in _measured(study, rows)]
     return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
 
 
@@ -303,6 +305,14 @@ def interference_texts(analysis: Analysis) -> list[str]:
         f"drift ratio {pair['drift_ratio']:.3f}"
         for pair in analysis.found["pairs"]
     ]
+
+
+def _measured(study: StudyResult, found: Sequence[Measured]) -> list[str]:
+    heads, kind = shared_heads(found), found[0].kind
+    rows = [[escaped(shown(row.label)), *(with_sd(row.numbers.get(key), row.scale(key)) for key in heads), str(row.n)] for row in found]
+    clients = clients_text(study) if kind == "forget" else ""
+    said = f"Mean ± standard deviation over n seeds{f'; {clients}' if clients else ''}. {UNITS[kind]}"
+    return [f"### {TITLES[kind]}, over seeds", said, _rows(["", *heads.values(), "n"], rows)]
 
 
 def _analysis(analysis: Analysis) -> list[str]:

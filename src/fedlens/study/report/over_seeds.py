@@ -1,0 +1,99 @@
+"""Analyses over seeds: what each came to as a few numbers, and the mean and interval of those over seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedlens.study.results import Analysis, StudyResult
+from fedlens.study.statistics import Summary, summarise
+
+PLAIN = ("alpha", "cosine", "sign_conflict")  # the others are fractions of images, said in percent
+HEADS = {  # kind -> number -> what it is called
+    "sweep": {"start": "test at α = 0", "end": "test at α = 1", "alpha": "α by validation", "chosen": "test there"},
+    "interpolate": {"start": "test of the first", "end": "test of the second", "alpha": "α by validation", "chosen": "test there"},
+    "interference": {"cosine": "cosine", "sign_conflict": "sign conflict", "xi": "ξ(1, 1)"},
+    "forget": {
+        "target_before": "its classes before",
+        "target_after": "after",
+        "others_before": "all others before",
+        "others_after": "after",
+        "target_without": "trained without it: its classes",
+        "others_without": "all others",
+        "alpha": "α by validation",
+    },
+}
+TITLES = {
+    "sweep": "Along task vectors",
+    "interpolate": "Between two models",
+    "interference": "Interference of task vectors",
+    "forget": "Forgetting clients by negation",
+}
+UNITS = {kind: "ξ in percent of images." if kind == "interference" else "Accuracies in percent." for kind in TITLES}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The analyses of one kind and of the same cells, a number each seed."""
+
+    kind: str
+    label: str
+    numbers: Mapping[str, Summary]  # those that all seeds have
+
+    @property
+    def n(self) -> int:
+        return next(iter(self.numbers.values())).n
+
+    def scale(self, number: str) -> float:
+        return 1 if number in PLAIN else 100
+
+
+def numbers_of(analysis: Analysis) -> dict[str, float]:
+    """The few numbers of one analysis; of several clients their mean."""
+    found = analysis.found
+    if analysis.kind in ("sweep", "interpolate"):
+        tested = {name: float(found[name]["test_accuracy"]) for name in ("start", "end", "chosen")}
+        return {**tested, "alpha": float(found["chosen"]["alpha"])}
+    if analysis.kind == "interference":
+        numbers = {key: _mean([float(pair[key]) for pair in found["pairs"]]) for key in ("cosine", "sign_conflict")}
+        if found.get("xi") and 1.0 in found["alphas"]:
+            one = found["alphas"].index(1.0)
+            numbers["xi"] = float(found["xi"][one][one])
+        return numbers
+    numbers = {}
+    for when in ("before", "after", "retrained"):
+        clients = [client[when] for client in found["clients"] if client.get(when)]
+        for what, key in (("target", "test_target"), ("others", "test_control")):
+            if len(clients) == len(found["clients"]):
+                numbers[f"{what}_{'without' if when == 'retrained' else when}"] = _mean([float(client[key]) for client in clients])
+    return {**numbers, "alpha": _mean([float(client["after"]["alpha"]) for client in found["clients"]])}
+
+
+def over_seeds(study: StudyResult) -> dict[str, list[Measured]]:
+    """kind -> what was measured of which cells."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for analysis in study.analyses:
+        groups.setdefault((analysis.kind, label_of(analysis)), []).append(numbers_of(analysis))
+    found: dict[str, list[Measured]] = {}
+    for (kind, label), seeds in groups.items():
+        shared = [key for key in HEADS[kind] if all(key in numbers for numbers in seeds)]
+        found.setdefault(kind, []).append(Measured(kind, label, {key: summarise([numbers[key] for numbers in seeds]) for key in shared}))
+    return found
+
+
+def label_of(analysis: Analysis) -> str:
+    """The cells; of forgetting the one whose client is forgotten."""
+    return analysis.labels[0] if analysis.kind == "forget" else " and ".join(analysis.labels)
+
+
+def shared_heads(rows: Sequence[Measured]) -> dict[str, str]:
+    """The numbers that some row has, by their name, in their order."""
+    return {key: head for key, head in HEADS[rows[0].kind].items() if any(key in row.numbers for row in rows)}
+
+
+def clients_text(study: StudyResult) -> str:
+    """Of how many clients a forgetting's numbers are means."""
+    counts = sorted({len(analysis.found["clients"]) for analysis in study.analyses if analysis.kind == "forget"})
+    return f"means over {' or '.join(map(str, counts))} clients a seed" if counts and counts != [1] else ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
