@@ -87,6 +87,13 @@ def test_every_ready_made_plan_is_sound_on_both_data_sets(name: str) -> None:
         assert len(rounds) <= 1
 
 
+def test_the_help_names_every_ready_made_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "--help"])
+    said = capsys.readouterr().out.replace(",", " ").replace(";", " ").split()
+    assert set(choices("study")) <= set(said)
+
+
 def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_rates() -> None:
     assert set(OmegaConf.load(plan_file("full")).include) == set(choices("study")) - {"full", "quick", "rates"}
 
@@ -304,6 +311,26 @@ def test_the_results_that_are_kept_are_those_of_the_plans(name: str) -> None:
     kept = {run.name for run in (study.folder / "runs").iterdir()}
     trials = {trial for climb in study.climbs for trial in climb.told()["runs"]}
     assert kept and kept <= {planned.name for planned in study.plan.runs} | trials
+
+
+def test_what_is_kept_makes_the_same_tables_without_weights_and_can_go_on(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = tmp_path / "s", tmp_path / "kept"
+    small_study(plan_path, tmp_path / "first" / "s", seeds=1).run()
+    assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
+    assert f"{out / 's'}: 2 runs kept\n" == capsys.readouterr().out
+    files = {p.name for p in out.rglob("*") if p.is_file()}
+    assert files == {"study.json", "config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json"}
+    on = small_study(plan_path, out / "s", seeds=2)
+    assert {p.seed for p in on.missing()} == {1}
+    small_study(plan_path, whole, seeds=2).run()
+    assert main(["keep", str(whole), "--out", str(out)]) == 0 and "2 runs kept; 2 were there" in capsys.readouterr().out
+    assert tables(out / "s") == tables(whole)
+    assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
+    assert tables(out / "s") == tables(whole)  # a part does not replace the whole
+    assert main(["keep", str(out), "--out", str(out)]) == 2 and "kept in itself" in capsys.readouterr().err
+    assert main(["keep", str(tmp_path), "--out", str(out)]) == 2 and main(["keep", str(out / "s" / "runs"), "--out", "x"]) == 2
 
 
 def test_folders_of_images_are_known_by_where_they_are_and_other_data_are_not(tmp_path: Path) -> None:

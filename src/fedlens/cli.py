@@ -109,6 +109,15 @@ def report_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def keep_command(args: argparse.Namespace) -> int:
+    from fedlens.study.keep import keep
+
+    for path in args.paths:
+        for kept in keep(Path(path), Path(args.out)):
+            print(kept.text())
+    return 0
+
+
 def doctor_command(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
@@ -232,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument(
         "name",
-        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, six_models, arithmetic, forgetting, rates, full; or a YAML file",
+        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, six_models, arithmetic, forgetting, rates, full; or a YAML file",
     )
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
@@ -253,6 +262,16 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
     c.add_argument("--out", default="report", help="the report's folder (default: report)")
     c.add_argument("--title", help="of the HTML page")
+
+    c = command(
+        commands,
+        "keep",
+        keep_command,
+        "What a report needs of studies and searches, without weights: to publish, to commit, to bring home from another machine.",
+        "fedlens keep studies/strategies-cifar100 --out results",
+    )
+    c.add_argument("paths", nargs="+", metavar="PATH", help="study folders, search folders, or folders of them")
+    c.add_argument("--out", default="results", help="each goes to a folder of its name in this one (default: results)")
 
     from fedlens.federate_cli import register as register_federate
     from fedlens.study.arith_cli import register as register_arith

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()}-{platform.machine()}-with-{''.join(platform.libc_ver()) or platform.release()}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
         "threads": str(torch.get_num_threads()),
     }
