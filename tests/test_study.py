@@ -127,6 +127,9 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a, tune: {key: optim.lrr}}]", "optim.lr"),
         ("tables: [{name: a, tune: {key: optim.weight_decay}}]", "a number > 0 to begin with"),
         ("tables: [{name: a, tune: {kee: optim.lr}}]", "key"),
+        ("tables: [{name: a, cases: {x: []}, tune: {like: [x]}}]", "like: ['x'] given"),
+        ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: z}}}]", "like: 'z' is unknown"),
+        ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: y, y: x}}}]", "takes another's"),
         ("tables: [{name: a, tune: [optim.lr]}]", "allowed is a mapping"),
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
         ("- 1", "has no tables"),
@@ -420,6 +423,15 @@ def test_what_is_tried_next_does_not_depend_on_when_trials_end(tmp_path: Path) -
     assert Climb(tune, {}).next == [0, 1, -1] and Climb(tune, {1: 0.5}).next == [0, -1] and Climb(tune, {0: 0.5, -1: 0.6}).next == [1]
     assert Climb(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and Climb(tune, {0: 0.5, 1: 0.5, -1: 0.4}).best == 0  # of equals the lower
     assert read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "optim.lr=0.1"]).tunes == []  # said on the command line
+
+
+def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
+    text = TUNED.replace("heavy: [optim.momentum=0.9]", "again: [optim.momentum=0, optim.lr=0.01, federated.client_vectors=true]")
+    (tmp_path / "p.yaml").write_text(text.replace("tries: 4}", "tries: 4, like: {plain: again}}"))
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    (climb,) = climbs(plan, of_lr(0.1))
+    assert climb.told()["label"] == "again; plain" and not climb.tune.trial(0).config.federated.client_vectors
+    assert {p.config.optim.lr for p in settled(plan, [climb]).runs} == {0.1} and len(plan.runs) == 4
 
 
 def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def study_command(args: argparse.Namespace) -> int:
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
     study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry)
     if args.plan:
-        open_ = {climb.tune.cell: climb.tune.key for climb in study.climbs if climb.next}
+        open_ = {cell: climb.tune.key for climb in study.climbs if climb.next for cell in climb.tune.cells}
         for planned in study.plan.runs:
             name = f"({open_[planned.cell]} to be tuned)" if planned.cell in open_ else planned.name
             print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")

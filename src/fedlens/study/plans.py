@@ -15,6 +15,7 @@
         evaluations: 10                                       so many a run, however many rounds it has
         target: 0.85                                          validation accuracy that rounds and bytes are counted to
         tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   every cell gets the value that validation prefers for it; or {cifar100: {…}}: see tuning.py
+                                                              like: {half B: half A} in it: a cell that takes the value of another
     analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
 
 `include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
@@ -36,7 +37,7 @@ from fedlens.identity import identity
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "tune"}
-TUNE_KEYS = {"key", "by", "length", "tries"}
+TUNE_KEYS = {"key", "by", "length", "tries", "like"}
 SPECIAL_KEYS = {"case", "place", "set"}
 
 
@@ -80,6 +81,11 @@ class Tune:
     by: float  # the factor between neighbours
     tries: int
     short: Config  # of the cell's own value
+    like: tuple[Cell, ...] = ()  # others that take what this one gets
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return (self.cell, *self.like)
 
     @property
     def own(self) -> float:
@@ -236,8 +242,11 @@ def _tunes(
         raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
     if not (isinstance(tries, int) and tries >= 3):
         raise bad_value(f"{where}: tries", tries, "a whole number >= 3")
+    followers = _followers(given.get("like", {}), [cell for cell, _ in cells], where)
     found = []
     for cell, config in cells:
+        if any(cell in others for others in followers.values()):
+            continue
         if not isinstance(own := _get(config, key), float) or own <= 0:
             raise bad_value(f"{where}: {key} of {cell.label}", own, "a number > 0 to begin with")
         if config.data.val_fraction == 0:
@@ -247,7 +256,23 @@ def _tunes(
         short.federated.rounds = max(1, round(length * config.federated.rounds))
         short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule
         short.train.epochs = max(1, round(length * config.train.epochs))
-        found.append(Tune(cell, key, float(by), tries, short))
+        short.federated.client_vectors = False
+        found.append(Tune(cell, key, float(by), tries, short, tuple(followers.get(cell, ()))))
+    return found
+
+
+def _followers(given: Any, cells: Sequence[Cell], where: str) -> dict[Cell, list[Cell]]:
+    """Cell that is tuned -> those that take its value."""
+    if not isinstance(given, Mapping):
+        raise bad_value(f"{where}: like", given, "a mapping from a cell's label to another's")
+    known, found = {cell.label: cell for cell in cells}, dict[Cell, list[Cell]]()
+    for follower, leader in given.items():
+        for label in (follower, leader):
+            if label not in known:
+                raise unknown(f"{where}: like", str(label), list(known))
+        if leader in given:
+            raise UserError(f"study: {where}: like: {follower} takes the value of {leader}, which takes another's")
+        found.setdefault(known[leader], []).append(known[follower])
     return found
 
 

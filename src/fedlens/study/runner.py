@@ -111,7 +111,7 @@ class Study:
             if climb.value is None:
                 why = f"no value of {climb.tune.key} trains; tried {', '.join(f'{climb.tune.value(k):g}' for k in sorted(climb.tried))}"
                 for planned in self.plan.runs:
-                    if planned.cell == climb.tune.cell and planned.name not in self.failures:
+                    if planned.cell in climb.tune.cells and planned.name not in self.failures:
                         self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
 
     def _note(self, name: str, label: str, error: str | None) -> None:

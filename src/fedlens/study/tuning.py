@@ -1,10 +1,10 @@
 """Every cell of a table at the value of one key that validation prefers for it: learning rates of different methods differ by factors of 100.
 
-    tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}
+    tune: {key: optim.lr, by: 3, length: 0.2, tries: 7, like: {half B: half A}}
 
 A climb for every cell: short runs (`length` of the whole, the plan's first seed, the test set unread) at the cell's own value and a factor `by` above
 and below, then further on the side that wins, until the best has a worse one on either side or `tries` are spent. A trial that fails is worse than any
-that does not. What was tried is read from the trials' folders, so a study that is killed goes on, and a value never depends on when it was.
+that does not. Cells that must be trained alike, say with a client and without it, share one climb: `like`. What was tried is read from the trials' folders, so a study that is killed goes on, and a value never depends on when it was.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Climb:
         order = sorted(self.tried)
         return {
             "table": self.tune.cell.table,
-            "label": self.tune.cell.label,
+            "label": "; ".join(cell.label for cell in self.tune.cells),
             "key": self.tune.key,
             "value": None if self.next else self.value,
             "tried": [[self.tune.value(k), self.tried[k] if self.tried[k] > FAILED else None] for k in order],
@@ -68,7 +68,7 @@ def climbs(plan: Plan, score: Scores) -> list[Climb]:
 
 def settled(plan: Plan, found: list[Climb]) -> Plan:
     """The plan with every choice that is made."""
-    chosen: dict[Cell, Climb] = {climb.tune.cell: climb for climb in found if not climb.next and climb.value is not None}
+    chosen: dict[Cell, Climb] = {cell: climb for climb in found if not climb.next and climb.value is not None for cell in climb.tune.cells}
 
     def own(planned: Planned) -> Planned:
         climb = chosen.get(planned.cell)
