@@ -261,6 +261,8 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: interference, of: whole}", "2 to 8 cells"),
         ("{kind: forget, of: whole}", "forget has no clients"),
         ("{kind: forget, of: whole, clients: 3}", "forget has no clients"),
+        ("{kind: forget, of: A, clients: [0]}", "federated.client_vectors=true"),
+        ("{kind: forget, of: whole, clients: [0, 10]}", "client 10 takes part in no round of seed 0; allowed are 0, 1, 2"),
         ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),

@@ -6,7 +6,7 @@
       - {kind: interference, of: [half A, half B]}             cosine, sign conflict, linearity, the map ξ(α₁, α₂)
       - {kind: interference, of: Nc=1, clients: [0, 1]}        the same of two clients of a run with federated.client_vectors
       - {kind: forget, of: Nc=1, clients: [0, 1, 2]}           subtract what each of them added
-      - {kind: forget, of: [Nc=1, without 0], clients: [0]}    and beside it the run that was trained without that client
+      - {kind: forget, of: [Nc=1, without 5], clients: [5]}    and beside it the run that was trained without that client
 
 `of` names cells by their labels; `seeds: N` takes the first N seeds (1 unless said). What else is given goes to the function that measures.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlens.engine.work import sample_cohort
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
@@ -121,8 +122,24 @@ def wanted(plan: Plan) -> list[Wanted]:
         ):
             raise UserError(f"analyses: {kind} of {unread} would read the test set, which its train.test=false forbids")
         for seed in shared[:seeds]:
+            if clients is not None:
+                _took_part(f"analyses: {kind} of {labels[0]}", cells[0][seed], clients)
             found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
     return found
+
+
+def _took_part(where: str, planned: Planned, clients: Sequence[int]) -> None:
+    """What a client added is known where the run keeps it and drew that client."""
+    fed = planned.config.federated
+    if not fed.client_vectors:
+        raise UserError(f"{where} needs what each client added: federated.client_vectors=true")
+    drawn = {c for r in range(fed.rounds) for c in sample_cohort(planned.seed, r, fed.clients, fed.participation)} - set(fed.exclude)
+    if absent := [client for client in clients if client not in drawn]:
+        raise UserError(f"{where}: client {absent[0]} takes part in no round of seed {planned.seed}; allowed are {_few(sorted(drawn))}")
+
+
+def _few(clients: Sequence[int]) -> str:
+    return ", ".join(map(str, clients[:20])) + (", …" if len(clients) > 20 else "")
 
 
 def _cell(plan: Plan, label: str) -> dict[int, Planned]:
