@@ -121,7 +121,8 @@ XI = {
 }
 EDGES = [{"alpha": a, "val_target": 0.9 - a / 2, "val_control": 0.8, "test_target": 0.9 - a / 2, "test_control": 0.8} for a in (0.0, 1.0)]
 FORGET = {"clients": [{"client": 0, "classes": ["Bag"], "points": EDGES, "before": EDGES[0], "after": EDGES[1], "notes": []}]}
-ANALYSES = [("sweep", SWEEP), ("interpolate", SWEEP), ("interference", XI), ("forget", FORGET)]
+OVERLAP = {"names": ["run-a", "run-b"], "iou": 0.625, "chance": 0.05}
+ANALYSES = [("sweep", SWEEP), ("interpolate", SWEEP), ("interference", XI), ("masks", OVERLAP), ("forget", FORGET)]
 
 PLAIN: dict[str, Sequence[Cell]] = {
     "three models": [
@@ -240,6 +241,7 @@ def test_analyses_and_searches_are_in_the_markdown(tmp_path: Path) -> None:
     assert "- α = 0.5 chosen on validation (80.00 %): test 79.00 %; α = 0: 79.00 %; α = 1: 79.00 %" in text
     assert "- half A and half B: cosine 0.100, sign conflict 0.200, drift ratio 0.700\n- note: …/run-b starts 2.97" in text
     assert "- client 0 (Bag), α = 1: test accuracy on its classes 90.0 to 40.0 %, on all others 80.0 to 80.0 %" in text
+    assert "- intersection over union 0.625; of random masks of these sizes 0.050" in text
     assert "2 trials (1 complete, 1 pruned), n = 1 run each. All of `data.root=…/x`." in text
     assert "| best (trial 0) | 70.00 | optim.lr = 0.1 |\n| default | 65.00 | optim.lr = 0.01 |" in text
     assert r"& best & 70.00 & optim.lr = 0.1 \\" in next(table.text for table in latex_tables(found) if table.kind == "searches")
@@ -256,6 +258,7 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
         "sweep": [("all", 2)],
         "interpolate": [("half A and half B", 2)],
         "interference": [("half A and half B", 2)],
+        "masks": [("all, between seeds", 2)],
         "forget": [("all", 2)],
     }
     (forgotten,) = found["forget"]
@@ -272,6 +275,7 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
     assert r"$35.00 \pm 7.07$" in tables["toy-forget"] and set(tables) >= {f"toy-{kind}" for kind in found}
     assert r"\csname lens/toy-forget/all/target after\endcsname{35.00}" in numbers(both)
     assert r"\csname lens/toy-sweep/all/alpha\endcsname{0.75}" in numbers(both)
+    assert r"\csname lens/toy-masks/all-between-seeds/iou\endcsname{0.62}" in numbers(both)
 
 
 def _shifted(analysis: Analysis) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def analyses() -> dict[str, Any]:
         "sweep": line,
         "interpolate": line,
         "interference": {"names": ["run-1-0", "run-2-0"], "pairs": [pair], "linearity": straight, **xi},
+        "masks": {"names": ["run-2-0", "run-2-1"], "iou": 0.5, "chance": 0.05},
         "forget": {"clients": [forgotten]},
     }
 
@@ -170,6 +171,7 @@ def gathered_runs(path: Path, seed: int) -> dict[int, RunResult]:
 def test_analyses_and_searches_are_told(text: str) -> None:
     assert rows_of(text, "α chosen on validation")[0][1:6] == ["1.5", "81.50", "70.00", "71.00", "71.50"]
     assert rows_of(text, "Geometry of pairs")[0][1:] == ["0.250", "0.100", "0.800"]
+    assert rows_of(text, "How far two masks overlap")[0] == ["The masks, seed 0", "0.500", "0.050"]
     assert "sparse (seed 0) starts elsewhere" in text  # runs are called by their cells
     assert rows_of(text, "test accuracy on the classes that a client holds")[0][2:] == ["2", "91.00", "12.00", "81.00", "79.00", "1"]
     assert "Best is trial 1 with a validation accuracy of 80.00 %" in text

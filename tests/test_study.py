@@ -215,12 +215,13 @@ ANALYSED = """
 set: [experiment=fedavg_noniid, data.classes_per_client=1, federated.participation=1.0]
 tables:
   - name: t
-    cases: {whole: [federated.client_vectors=true], A: ["federated.exclude=[5,6,7,8,9]"], B: ["federated.exclude=[0,1,2,3,4]"], no 2: ["federated.exclude=[2]"]}
+    cases: {whole: [federated.client_vectors=true], A: ["federated.exclude=[5,6,7,8,9]"], B: ["federated.exclude=[0,1,2,3,4]"], no 2: ["federated.exclude=[2]"], S: [experiment=fedavg_noniid_sparse], T: [experiment=fedavg_noniid_sparse, mask.density=0.3]}
 analyses:
   - {kind: sweep, of: whole, grid: [0, 1]}
   - {kind: interpolate, of: [A, B], grid: [0, 0.5, 1]}
   - {kind: interference, of: [A, B], grid: [0, 1], samples: 10}
   - {kind: interference, of: whole, clients: [0, 1], grid: [0, 1], samples: 10}
+  - {kind: masks, of: [S, T]}
   - {kind: forget, of: [whole, no 2], clients: [0, 2], grid: [0, 1]}
 """
 
@@ -232,10 +233,12 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     plan = read_plan(str(path), overrides=[text for text in QUICK if "val_fraction" not in text])
     found = Study(plan, tmp_path / "s").run()
     assert not found.failures
-    assert [a.kind for a in found.analyses] == ["sweep", "interpolate", "interference", "interference", "forget"]
+    assert [a.kind for a in found.analyses] == ["sweep", "interpolate", "interference", "interference", "masks", "forget"]
     assert found.analyses[1].title == "From A to B" and found.analyses[2].found["xi"] is not None
-    kept, left = found.analyses[4].found["clients"]
-    assert found.analyses[4].title == "Forgetting clients of whole" and "retrained" not in kept
+    assert found.analyses[4].title == "Overlap of the masks of S and T"
+    assert 0.06 < found.analyses[4].found["iou"] < 1 / 3 and found.analyses[4].found["chance"] == pytest.approx(0.03 / 0.37, rel=1e-3)
+    kept, left = found.analyses[5].found["clients"]
+    assert found.analyses[5].title == "Forgetting clients of whole" and "retrained" not in kept
     assert left["retrained"]["test_target"] <= left["before"]["test_target"]  # nobody taught the class of client 2
     assert forget_text(left).endswith(f"and {100 * left['retrained']['test_control']:.1f} %") and "trained without it" not in forget_text(
         kept
@@ -248,7 +251,7 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()} == stamps
     for planned in plan.runs:  # what is kept of a study without its weights is still its tables and figures
         (tmp_path / "s" / "runs" / planned.name / "model.safetensors").unlink()
-    assert len(gather([tmp_path / "s"]).studies[0].analyses) == 5
+    assert len(gather([tmp_path / "s"]).studies[0].analyses) == 6
 
 
 @pytest.mark.parametrize(
@@ -263,6 +266,7 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: forget, of: whole, clients: 3}", "forget has no clients"),
         ("{kind: forget, of: A, clients: [0]}", "federated.client_vectors=true"),
         ("{kind: forget, of: whole, clients: [0, 10]}", "client 10 takes part in no round of seed 0; allowed are 0, 1, 2"),
+        ("{kind: masks, of: S}", "masks of S alone compares its seeds"),
         ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),

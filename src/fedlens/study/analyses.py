@@ -5,6 +5,8 @@
       - {kind: interpolate, of: [centralised, IID]}            the line between two models
       - {kind: interference, of: [half A, half B]}             cosine, sign conflict, linearity, the map ξ(α₁, α₂)
       - {kind: interference, of: Nc=1, clients: [0, 1]}        the same of two clients of a run with federated.client_vectors
+      - {kind: masks, of: [central, federated]}                how far two masks overlap, beside two random ones
+      - {kind: masks, of: central}                             the same of one seed and the next: how far chance moves a mask
       - {kind: forget, of: Nc=1, clients: [0, 1, 2]}           subtract what each of them added
       - {kind: forget, of: [Nc=1, without 5], clients: [5]}    and beside it the run that was trained without that client
 
@@ -22,7 +24,7 @@ from fedlens.engine.work import sample_cohort
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
-from fedlens.study.interference import interference_of_clients, interference_of_runs
+from fedlens.study.interference import interference_of_clients, interference_of_runs, mask_overlap
 from fedlens.study.plans import Plan, Planned
 from fedlens.training.execute import Run
 
@@ -37,6 +39,10 @@ def _interpolate(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
 
 def _interference(runs: Sequence[Run], clients: Sequence[int] | None = None, **options: Any) -> dict[str, Any]:
     return interference_of_runs(runs, **options) if clients is None else interference_of_clients(runs[0], clients, **options)
+
+
+def _masks(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+    return mask_overlap(runs[0], runs[1])
 
 
 def _forget(runs: Sequence[Run], clients: Sequence[int], **options: Any) -> dict[str, Any]:
@@ -55,6 +61,7 @@ KINDS = {
     "sweep": Kind(_sweep, ("grid",), (1, 1), "α sweep of {}"),
     "interpolate": Kind(_interpolate, ("grid",), (2, 2), "From {} to {}"),
     "interference": Kind(_interference, ("grid", "samples", "clients"), (1, 8), "Interference of {}"),
+    "masks": Kind(_masks, (), (1, 2), "Overlap of the masks of {}"),
     "forget": Kind(_forget, ("clients", "keep", "grid"), (1, 9), "Forgetting clients of {}"),
 }
 
@@ -73,7 +80,9 @@ class Wanted:
     def title(self) -> str:
         first, *rest = self.labels
         said = KINDS[self.kind].title.format(*self.labels) if self.kind == "interpolate" else KINDS[self.kind].title.format(first)
-        return said + ("" if self.kind != "interference" or not rest else f" and {', '.join(rest)}")
+        if self.kind == "masks" and not rest:
+            return f"{said}, between seeds"
+        return said + (f" and {', '.join(rest)}" if rest and self.kind in ("interference", "masks") else "")
 
     @property
     def file(self) -> str:
@@ -124,8 +133,17 @@ def wanted(plan: Plan) -> list[Wanted]:
         for seed in shared[:seeds]:
             if clients is not None:
                 _took_part(f"analyses: {kind} of {labels[0]}", cells[0][seed], clients)
-            found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
+            runs = [cell[seed] for cell in cells]
+            if kind == "masks" and len(cells) == 1:
+                runs.append(cells[0][_next(seed, list(cells[0]), labels[0])])
+            found.append(Wanted(kind, labels, seed, tuple(runs), options))
     return found
+
+
+def _next(seed: int, seeds: Sequence[int], label: str) -> int:
+    if len(seeds) < 2:
+        raise UserError(f"analyses: masks of {label} alone compares its seeds; allowed are two or more, or another cell")
+    return seeds[(seeds.index(seed) + 1) % len(seeds)]
 
 
 def _took_part(where: str, planned: Planned, clients: Sequence[int]) -> None:

@@ -40,6 +40,15 @@ def interference_of_runs(
     return interference(labs[0], vectors, banks, grid) | {"notes": notes}
 
 
+def mask_overlap(a: Run, b: Run) -> dict[str, Any]:
+    """Intersection over union of what two runs let move, and what two random masks of these sizes have."""
+    first, second = a.mask, b.mask
+    if first is None or second is None:
+        raise UserError(f"masks: {(a if first is None else b).path} has no mask: it moves everything")
+    p, q = first.density, second.density
+    return {"names": [str(a.path), str(b.path)], "iou": first.iou(second), "chance": p * q / (p + q - p * q)}
+
+
 def interference_of_clients(
     run: Run,
     clients: Sequence[int],

@@ -34,6 +34,10 @@ LINEARITY = (
     "How linear the model is along each task vector (n = 1 each): gap 0 means that its outputs move in a straight line with α; agreement "
     "is how often the linearised model predicts the same."
 )
+OVERLAP = (
+    "How far two masks overlap (n = 1 each): intersection over union, 1 where they are the same; beside it what two random masks of these "
+    "sizes have. Between seeds: how much of a mask is chance."
+)
 BEFORE_AFTER = (
     "Test accuracy before (open) and after (filled) subtracting α times what a client added. The target is the classes that it holds "
     "and should fall; the control is all other classes and should stay. α is chosen on validation: the lowest target among those that "
@@ -118,6 +122,12 @@ def _linearity(point: Mapping[str, Any]) -> list[Cell]:
     return [number("{:g}", point["alpha"]), number("{:.3f}", gap), _accuracy(point["agreement"])]
 
 
+def _overlaps(page: Page, found: Sequence[Analysis], names: Names) -> None:
+    page.heading(3, "Overlap of masks")
+    rows: list[Row] = [[f"{a.title}, seed {a.seed}", number("{:.3f}", a.found["iou"]), number("{:.3f}", a.found["chance"])] for a in found]
+    page.table(OVERLAP, ["Masks", "Intersection over union", "Of random masks"], rows)
+
+
 def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
     page.heading(3, "Forgetting clients")
     for a in found:
@@ -170,6 +180,7 @@ SECTIONS: dict[str, Callable[[Page, Sequence[Analysis], Names], None]] = {
     "sweep": _sweeps,
     "interpolate": _interpolations,
     "interference": _interferences,
+    "masks": _overlaps,
     "forget": _forgotten,
 }
 

@@ -323,6 +323,8 @@ def _analysis(analysis: Analysis) -> list[str]:
         notes += [f"client {client['client']}: {note}" for client in found["clients"] for note in client.get("notes", [])]
     elif analysis.kind == "interference":
         lines = interference_texts(analysis)
+    elif analysis.kind == "masks":
+        lines = [f"intersection over union {found['iou']:.3f}; of random masks of these sizes {found['chance']:.3f}"]
     else:
         lines = [sweep_text(found)]
     lines += [f"note: {placeless(note)}" for note in notes]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from fedlens.study.results import Analysis, StudyResult
 from fedlens.study.statistics import Summary, summarise
 
-PLAIN = ("alpha", "cosine", "sign_conflict")  # the others are fractions of images, said in percent
+PLAIN = ("alpha", "cosine", "sign_conflict", "iou", "chance")  # the others are fractions of images, said in percent
 HEADS = {  # kind -> number -> what it is called
     "sweep": {"start": "test at α = 0", "end": "test at α = 1", "alpha": "α by validation", "chosen": "test there"},
     "interpolate": {"start": "test of the first", "end": "test of the second", "alpha": "α by validation", "chosen": "test there"},
     "interference": {"cosine": "cosine", "sign_conflict": "sign conflict", "xi": "ξ(1, 1)"},
+    "masks": {"iou": "intersection over union", "chance": "of random masks"},
     "forget": {
         "target_before": "its classes before",
         "target_after": "after",
@@ -25,9 +26,13 @@ TITLES = {
     "sweep": "Along task vectors",
     "interpolate": "Between two models",
     "interference": "Interference of task vectors",
+    "masks": "Overlap of masks",
     "forget": "Forgetting clients by negation",
 }
-UNITS = {kind: "ξ in percent of images." if kind == "interference" else "Accuracies in percent." for kind in TITLES}
+UNITS = dict.fromkeys(TITLES, "Accuracies in percent.") | {
+    "interference": "ξ in percent of images.",
+    "masks": "Random masks of the same sizes beside them.",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ def numbers_of(analysis: Analysis) -> dict[str, float]:
             one = found["alphas"].index(1.0)
             numbers["xi"] = float(found["xi"][one][one])
         return numbers
+    if analysis.kind == "masks":
+        return {key: float(found[key]) for key in ("iou", "chance")}
     numbers = {}
     for when in ("before", "after", "retrained"):
         clients = [client[when] for client in found["clients"] if client.get(when)]
@@ -80,7 +87,9 @@ def over_seeds(study: StudyResult) -> dict[str, list[Measured]]:
 
 
 def label_of(analysis: Analysis) -> str:
-    """The cells; of forgetting the one whose client is forgotten."""
+    """The cells; of forgetting the one whose client is forgotten, of one cell's masks that it is its seeds."""
+    if analysis.kind == "masks" and len(analysis.labels) == 1:
+        return f"{analysis.labels[0]}, between seeds"
     return analysis.labels[0] if analysis.kind == "forget" else " and ".join(analysis.labels)
 
 
