@@ -269,6 +269,11 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
     text = markdown_report(both)
     assert "| all | 90.00 ± 0.00 | 35.00 ± 7.07 | 80.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 | 2 |" in text
     assert "by negation, over seeds" in text
+    said = {file.kind: file.caption for file in write_figures(both, tmp_path / "figures")}
+    assert "over seeds (n = 2); rings: the α at which that mean is highest" in said["alpha"] and "mean over seeds, n = 2" in said["xi"]
+    assert "over seeds (n = 2), as far as all" in said["forget"] and "xi 2" not in said
+    twice = Gathered([replace(study, analyses=[*study.analyses, *study.analyses])])  # the same seed again is no other seed
+    assert [row.n for row in over_seeds(twice.studies[0])["sweep"]] == [1, 1]
     assert "by negation, over seeds" not in markdown_report(Gathered([study]))  # one seed is told as it is
     assert "Forgetting clients by negation: means over seeds" in html_report(both)
     tables = {table.name: table.text for table in across_tables(both)}

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from fedlens.study.report.markdown import (
     unique,
     vector_names,
 )
+from fedlens.study.report.over_seeds import of_seeds
 from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
@@ -252,15 +253,19 @@ def _of_study(study: StudyResult) -> Iterator[Drawn]:
         caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks, or nearly, are one row, called as the first of them."
         yield "masks", caption, _mask_figure(masks)
     for kind, name, x in (("sweep", "alpha", "α"), ("interpolate", "between", "α: 0 is the first model, 1 the second")):
-        found = [analysis for analysis in study.analyses if analysis.kind == kind]
-        if found:
-            lines = [_alpha_line(analysis, found) for analysis in found]
-            told = "; ".join(f"{line.label}: {sweep_text(analysis.found)}" for line, analysis in zip(lines, found, strict=True))
+        groups = of_seeds(study, kind)
+        if groups:
+            lines = [_alpha_line(group) for group in groups]
             what = "along the task vector" if kind == "sweep" else "on the line between two models"
-            caption = f"{shown(study.name)}: validation accuracy {what}, one run each (n = 1); rings: α chosen on validation. {told}."
+            caption = f"{shown(study.name)}: validation accuracy {what}, {_told_alphas(lines, groups)}"
             yield name, caption, line_figure([Panel(lines, "validation accuracy (%)")], x)
-    yield from _interferences([a for a in study.analyses if a.kind == "interference" and a.found.get("xi")])
-    yield from _forgettings([a for a in study.analyses if a.kind == "forget"])
+    yield from _interferences([group for group in of_seeds(study, "interference") if all(a.found.get("xi") for a in group)])
+    yield from _forgettings(of_seeds(study, "forget"))
+
+
+def _seeds(groups: Sequence[Sequence[Analysis]]) -> str:
+    counts = sorted({len(group) for group in groups})
+    return f"mean and 95 % interval over seeds (n = {' or '.join(map(str, counts))})"
 
 
 def _partitions(runs: Iterable[RunResult]) -> dict[str, NDArray[np.int64]]:
@@ -311,43 +316,64 @@ def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:
     return figure
 
 
-def _alpha_line(analysis: Analysis, beside: Sequence[Analysis]) -> Line:
-    label = " to ".join(map(shown, analysis.labels))
-    several = sum(other.labels == analysis.labels for other in beside) > 1
-    points = sorted((float(point["alpha"]), float(point["val_accuracy"])) for point in analysis.found["points"])
-    return _single(f"{label}, seed {analysis.seed}" if several else label, points, float(analysis.found["chosen"]["alpha"]))
+def _alpha_line(group: Sequence[Analysis]) -> Line:
+    label = " to ".join(map(shown, group[0].labels))
+    return _over_seeds(
+        label, [_points(a.found["points"], "val_accuracy") for a in group], [float(a.found["chosen"]["alpha"]) for a in group]
+    )
 
 
-def _single(label: str, points: Sequence[tuple[float, float]], ring: float) -> Line:
-    return Line(label, [x for x, _ in points], [summarise([y]) for _, y in points], ring=ring)
+def _told_alphas(lines: Sequence[Line], groups: Sequence[Sequence[Analysis]]) -> str:
+    if max(map(len, groups)) > 1:
+        return f"{_seeds(groups)}; rings: the α at which that mean is highest."
+    told = "; ".join(f"{line.label}: {sweep_text(group[0].found)}" for line, group in zip(lines, groups, strict=True))
+    return f"one run each (n = 1); rings: α chosen on validation. {told}."
 
 
-def _interferences(analyses: Sequence[Analysis]) -> Iterator[Drawn]:
-    for number, analysis in enumerate(analyses, start=1):
-        names = vector_names(analysis)
-        figure = xi_figure(analysis.found["xi"], analysis.found["alphas"], [clean(name) for name in names])
+def _points(points: Iterable[Mapping[str, Any]], key: str) -> dict[float, float]:
+    return {float(point["alpha"]): float(point[key]) for point in points}
+
+
+def _over_seeds(label: str, curves: Sequence[Mapping[float, float]], chosen: Sequence[float]) -> Line:
+    """At every α that all seeds have. The ring of one curve is at the α that was chosen for it, of several where their mean is highest."""
+    at = sorted(set.intersection(*map(set, curves)))
+    means = [summarise([curve[x] for curve in curves]) for x in at]
+    ring = chosen[0] if len(curves) == 1 else max(zip(means, at, strict=True), key=lambda pair: pair[0].mean)[1]
+    return Line(label, at, means, ring=ring)
+
+
+def _interferences(groups: Sequence[Sequence[Analysis]]) -> Iterator[Drawn]:
+    for number, group in enumerate(groups, start=1):
+        first, alphas = group[0], group[0].found["alphas"]
+        same = [a for a in group if a.found["alphas"] == alphas]
+        figure = xi_figure(np.mean([a.found["xi"] for a in same], axis=0).tolist(), alphas, [clean(name) for name in vector_names(first)])
         figure.set_size_inches(COLUMN, 2.7)
+        seeds = "one seed, n = 1" if len(same) == 1 else f"mean over seeds, n = {len(same)}"
+        told = f" {'; '.join(interference_texts(first))}." if len(same) == 1 else ""
         caption = (
-            f"{shown(analysis.title)}: disentanglement error ξ in percent of the validation images of each one's classes "
-            f"({' and '.join(str(n) for n in analysis.found['samples'])} images; one seed, n = 1). {'; '.join(interference_texts(analysis))}."
+            f"{shown(first.title)}: disentanglement error ξ in percent of the validation images of each one's classes "
+            f"({' and '.join(str(n) for n in first.found['samples'])} images; {seeds}).{told}"
         )
         yield "xi" if number == 1 else f"xi {number}", caption, figure
 
 
-def _forgettings(analyses: Sequence[Analysis]) -> Iterator[Drawn]:
-    for number, analysis in enumerate(analyses, start=1):
-        clients = analysis.found["clients"]
+def _forgettings(groups: Sequence[Sequence[Analysis]]) -> Iterator[Drawn]:
+    for number, group in enumerate(groups, start=1):
+        clients = [c["client"] for c in group[0].found["clients"]]
         panels = [
-            Panel([_forget_line(c, key) for c in clients], y)
+            Panel([_forget_line(group, client, key) for client in clients], y)
             for key, y in (("val_target", "its classes (%)"), ("val_control", "other classes (%)"))
         ]
-        caption = (
-            f"{shown(analysis.title)}, seed {analysis.seed} (n = 1): validation accuracy on the classes of the client whose update is subtracted α times, "
-            f"and on all others; rings: α chosen on validation. {'; '.join(map(forget_text, clients))}."
-        )
+        said = "validation accuracy on the classes of the client whose update is subtracted α times, and on all others"
+        if len(group) == 1:
+            told = "; ".join(map(forget_text, group[0].found["clients"]))
+            caption = f"{shown(group[0].title)}, seed {group[0].seed} (n = 1): {said}; rings: α chosen on validation. {told}."
+        else:
+            caption = f"{shown(group[0].title)}: {said}, {_seeds([group])}, as far as all seeds were followed."
         yield "forget" if number == 1 else f"forget {number}", caption, line_figure(panels, "α subtracted")
 
 
-def _forget_line(client: Mapping[str, Any], key: str) -> Line:
-    points = sorted((float(point["alpha"]), float(point[key])) for point in client["points"])
-    return _single(f"client {client['client']}", points, float(client["after"]["alpha"]))
+def _forget_line(group: Sequence[Analysis], client: int, key: str) -> Line:
+    found = [c for analysis in group for c in analysis.found["clients"] if c["client"] == client]
+    line = _over_seeds(f"client {client}", [_points(c["points"], key) for c in found], [float(c["after"]["alpha"]) for c in found])
+    return line if len(found) == 1 else replace(line, ring=None)

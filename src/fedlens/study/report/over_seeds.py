@@ -74,22 +74,36 @@ def numbers_of(analysis: Analysis) -> dict[str, float]:
     return {**numbers, "alpha": _mean([float(client["after"]["alpha"]) for client in found["clients"]])}
 
 
+def of_seeds(study: StudyResult, kind: str) -> list[list[Analysis]]:
+    """Analyses of the same, one a seed. The same seed twice (another grid, say) is another group."""
+    found: dict[tuple[str, int], list[Analysis]] = {}
+    for analysis in study.analyses:
+        if analysis.kind == kind:
+            label = label_of(analysis)
+            taken = (group for (name, _), group in found.items() if name == label)
+            number = sum(any(other.seed == analysis.seed for other in group) for group in taken)
+            found.setdefault((label, number), []).append(analysis)
+    return list(found.values())
+
+
 def over_seeds(study: StudyResult) -> dict[str, list[Measured]]:
     """kind -> what was measured of which cells."""
-    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for analysis in study.analyses:
-        groups.setdefault((analysis.kind, label_of(analysis)), []).append(numbers_of(analysis))
     found: dict[str, list[Measured]] = {}
-    for (kind, label), seeds in groups.items():
-        shared = [key for key in HEADS[kind] if all(key in numbers for numbers in seeds)]
-        found.setdefault(kind, []).append(Measured(kind, label, {key: summarise([numbers[key] for numbers in seeds]) for key in shared}))
+    for kind in dict.fromkeys(analysis.kind for analysis in study.analyses):
+        for group in of_seeds(study, kind):
+            seeds = [numbers_of(analysis) for analysis in group]
+            shared = [key for key in HEADS[kind] if all(key in numbers for numbers in seeds)]
+            numbers = {key: summarise([numbers[key] for numbers in seeds]) for key in shared}
+            found.setdefault(kind, []).append(Measured(kind, label_of(group[0]), numbers))
     return found
 
 
 def label_of(analysis: Analysis) -> str:
-    """The cells; of forgetting the one whose client is forgotten, of one cell's masks that it is its seeds."""
+    """The cells; of forgetting the one whose client is forgotten, of one cell's masks that it is its seeds, of its clients which."""
     if analysis.kind == "masks" and len(analysis.labels) == 1:
         return f"{analysis.labels[0]}, between seeds"
+    if analysis.kind == "interference" and len(analysis.labels) == 1:  # of clients
+        return f"{analysis.labels[0]}: {' and '.join(map(str, analysis.found['names']))}"
     return analysis.labels[0] if analysis.kind == "forget" else " and ".join(analysis.labels)
 
 
