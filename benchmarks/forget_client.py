@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import fedlens as fl
+from fedlens.runs.environment import environment
 from fedlens.study.forget import forget_client
-from fedlens.training.setup import environment
 
 FEDERATION = [
     "federated.clients=10",
