@@ -415,6 +415,7 @@ def test_every_number_is_a_macro(tmp_path: Path) -> None:
     assert defined["lens/masks-of-all-at-nc-1/sparse-one/share key"] == "75" and "lens/masks-of-all-at-nc-1/dense/share key" not in defined
     assert defined["lens/masks-of-all-iid/sparse-one/n"] == "2" and defined["lens/masks-of-all-iid/sparse-one/drift_ratio"] == "0.52"
     assert defined["lens/masks-of-all-at-nc-1/dense/minus sparse-one"] == r"$-10.33\,[-11.77,\,-8.90]$"
+    assert defined["lens/masks-of-all-at-nc-1/dense/times sparse-one"] == "1"
 
 
 # --- figures

@@ -29,6 +29,7 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 % (mean, sd, n, low, high, val, lr; p, of its difference to the table's first cell; client_norm, cosine, sign_conflict, drift_ratio, means over
 % rounds; share KIND, percent of its mask that is of this kind of weight: those that it has),
 % \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
+% \lens[times OTHER]{TABLE}{CELL} how many times as long CELL's updates are (mean norm over rounds) as OTHER's,
 % \lens[NUMBER]{STUDY-KIND}{CELLS} of analyses: KIND sweep or interpolate (start, end, chosen, alpha), interference (cosine, sign conflict, xi), masks (iou, chance),
 % forget (target before, target after, others before, others after, target without, others without, alpha), each with sd as well,
 % \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
@@ -66,6 +67,7 @@ def numbers(gathered: Gathered) -> str:
             keys = dict(zip((cell.label for cell in table.cells), unique([cell.label for cell in table.cells]), strict=True))
             for cell, key in zip(table.cells, keys.values(), strict=True):
                 found = _of_cell(cell) | {f"minus {keys[other]}": text for other, text in _minus(table, cell).items()}
+                found |= {f"times {keys[other]}": text for other, text in _times(table, cell).items()}
                 if cell.label in against and (p := against[cell.label].p_adjusted) is not None:
                     found["p"] = f"{p:.2g}"
                 lines += [_define(stem, key, what, text) for what, text in found.items()]
@@ -81,6 +83,14 @@ def _minus(table: TableResult, cell: CellResult) -> dict[str, str]:
             inside = "" if c.low is None or c.high is None else rf"\,[{100 * c.low:z.2f},\,{100 * c.high:z.2f}]"
             found[other] = f"${100 * c.difference:+z.2f}{inside}$"
     return found
+
+
+def _times(table: TableResult, cell: CellResult) -> dict[str, str]:
+    """Other cell -> how many times as long this one's updates are, to two digits."""
+    lengths = {each.label: length.mean for each in table.cells if (length := each.over_rounds(LENGTH)) and length.mean > 0}
+    if cell.label not in lengths:
+        return {}
+    return {other: f"{float(f'{lengths[cell.label] / length:.2g}'):g}" for other, length in lengths.items() if other != cell.label}
 
 
 def _define(table: str, cell: str, key: str, text: str) -> str:
