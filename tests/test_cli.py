@@ -23,6 +23,7 @@ def commands() -> list[list[str]]:
         ["data", "inspect"],
         ["study"],
         ["report"],
+        ["keep"],
         ["search"],
         ["arith"],
         *arith,
