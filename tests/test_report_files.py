@@ -268,7 +268,7 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
     assert numbers_of(study.analyses[0])["chosen"] == 0.79 and found["sweep"][0].numbers["alpha"].mean == pytest.approx(0.75)
     text = markdown_report(both)
     assert "| all | 90.00 ± 0.00 | 35.00 ± 7.07 | 80.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 | 2 |" in text
-    assert "by negation, over seeds" in text
+    assert "by negation, over seeds" in text and "- seed 1: client 0 (Bag)" in text and text.count("### forget of all") == 1
     said = {file.kind: file.caption for file in write_figures(both, tmp_path / "figures")}
     assert "over seeds (n = 2); rings: the α at which that mean is highest" in said["alpha"] and "mean over seeds, n = 2" in said["xi"]
     assert "over seeds (n = 2), as far as all" in said["forget"] and "xi 2" not in said

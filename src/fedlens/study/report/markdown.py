@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, of_seeds, over_seeds, shared_heads
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -190,7 +190,8 @@ def _study(study: StudyResult) -> list[str]:
     for table in study.tables:
         parts += [f"### {escaped(shown(table.name))}", escaped(table.question) if table.question != study.question else ""]
         parts += [_cells(table), *_paired(table), *_tuned(study, table), _list("Seeds that are not finished", missing(table))]
-    parts += [part for analysis in study.analyses for part in _analysis(analysis)]
+    kinds = dict.fromkeys(analysis.kind for analysis in study.analyses)
+    parts += [part for kind in kinds for group in of_seeds(study, kind) for part in _analyses(group)]
     parts += [part for rows in over_seeds(study).values() if max(row.n for row in rows) > 1 for part in _measured(study, rows)]
     return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
 
@@ -315,7 +316,16 @@ def _measured(study: StudyResult, found: Sequence[Measured]) -> list[str]:
     return [f"### {TITLES[kind]}, over seeds", said, _rows(["", *heads.values(), "n"], rows)]
 
 
-def _analysis(analysis: Analysis) -> list[str]:
+def _analyses(group: Sequence[Analysis]) -> list[str]:
+    """Analyses of the same, one a seed."""
+    if len(group) == 1:
+        said, lines = f"One seed ({group[0].seed}), so n = 1 and no interval.", _lines(group[0])
+    else:
+        said, lines = "Seed by seed:", [f"seed {analysis.seed}: {line}" for analysis in group for line in _lines(analysis)]
+    return [f"### {escaped(shown(group[0].title))}", said, "\n".join(f"- {escaped(line)}" for line in lines)]
+
+
+def _lines(analysis: Analysis) -> list[str]:
     found = analysis.found
     notes = list(found.get("notes", []))
     if analysis.kind == "forget":
@@ -327,9 +337,7 @@ def _analysis(analysis: Analysis) -> list[str]:
         lines = [f"intersection over union {found['iou']:.3f}; of random masks of these sizes {found['chance']:.3f}"]
     else:
         lines = [sweep_text(found)]
-    lines += [f"note: {placeless(note)}" for note in notes]
-    said = f"One seed ({analysis.seed}), so n = 1 and no interval."
-    return [f"### {escaped(shown(analysis.title))}", said, "\n".join(f"- {escaped(line)}" for line in lines)]
+    return lines + [f"note: {placeless(note)}" for note in notes]
 
 
 # --- searches
