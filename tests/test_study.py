@@ -21,6 +21,7 @@ from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study import runner
+from fedlens.study.analyses import wanted
 from fedlens.study.plans import Planned, plan_file, read_plan
 from fedlens.study.processes import environment_of, locked
 from fedlens.study.report.html import html_report
@@ -92,6 +93,21 @@ def test_the_help_names_every_ready_made_plan(capsys: pytest.CaptureFixture[str]
         main(["study", "--help"])
     said = capsys.readouterr().out.replace(",", " ").replace(";", " ").split()
     assert set(choices("study")) <= set(said)
+
+
+@pytest.mark.parametrize("place", ["embedded", "cifar100"])
+def test_analyses_of_every_plan_are_about_its_own_cells(place: str) -> None:
+    for seeds in (1, 3):
+        whole = wanted(read_plan("full", place=place, seeds=seeds))
+        parts = [wanted(read_plan(name, place=place, seeds=seeds)) for name in OmegaConf.load(plan_file("full")).include]
+        assert [each.file for each in whole] == [each.file for part in parts for each in part]
+
+
+def test_masks_of_one_cell_are_compared_seed_by_seed_each_pair_once(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("set: [experiment=fedavg_iid_sparse]\ntables: [{name: t, cases: {a: []}}]\nanalyses: [{kind: masks, of: a, seeds: 3}]")
+    pairs = {n: [tuple(run.seed for run in each.runs) for each in wanted(read_plan(str(path), seeds=n))] for n in (1, 2, 3)}
+    assert pairs == {1: [], 2: [(0, 1)], 3: [(0, 1), (1, 2), (2, 0)]}
 
 
 def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_rates() -> None:
@@ -266,7 +282,6 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: forget, of: whole, clients: 3}", "forget has no clients"),
         ("{kind: forget, of: A, clients: [0]}", "federated.client_vectors=true"),
         ("{kind: forget, of: whole, clients: [0, 10]}", "client 10 takes part in no round of seed 0; allowed are 0, 1, 2"),
-        ("{kind: masks, of: S}", "masks of S alone compares its seeds"),
         ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),

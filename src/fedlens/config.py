@@ -95,6 +95,10 @@ class FederatedConfig:
     client_metrics: bool = False  # loss and update norm of every client in every round
     client_vectors: bool = False  # keep what each client has added to the model, so that it can be subtracted (fedlens arith forget)
     exclude: list[int] = field(default_factory=list)  # clients that never take part: retraining without them
+    idle: list[int] = field(default_factory=list)  # clients that help with head and mask and never train: tasks apart under one head
+
+    def trains(self, client: int) -> bool:
+        return client not in self.exclude and client not in self.idle
 
 
 @dataclass
@@ -240,6 +244,7 @@ CHECKS: list[Check] = [
     ("federated.target_accuracy", lambda v: v is None or 0 < v <= 1, "0 < target_accuracy <= 1 or null"),
     ("federated.dropout_rate", lambda v: 0 <= v < 1, "0 <= dropout_rate < 1"),
     ("federated.exclude", lambda v: all(k >= 0 for k in v) and len(set(v)) == len(v), "clients by number, each once"),
+    ("federated.idle", lambda v: all(k >= 0 for k in v) and len(set(v)) == len(v), "clients by number, each once"),
     ("federated.straggler_rate", lambda v: 0 <= v <= 1, "0 to 1"),
     ("server.optimizer", *_one_of("sgd", "momentum", "adam", "yogi", "adagrad")),
     ("server.lr", lambda v: 0 <= v < float("inf"), ">= 0"),
@@ -306,8 +311,9 @@ def validate(config: Config) -> Config:
         raise UserError("mask.path: a mask is given but mask.strategy is null (dense); name the strategy that it came from")
     if config.federated.client_vectors and (config.server.optimizer, config.server.merge) != ("sgd", "mean"):
         raise UserError("federated.client_vectors: what a client added is defined for server.optimizer=sgd and server.merge=mean only")
-    if gone := [k for k in config.federated.exclude if k >= config.federated.clients]:
-        raise bad_value("federated.exclude", gone[0], f"below federated.clients, {config.federated.clients}")
+    for key in ("exclude", "idle"):
+        if gone := [k for k in getattr(config.federated, key) if k >= config.federated.clients]:
+            raise bad_value(f"federated.{key}", gone[0], f"below federated.clients, {config.federated.clients}")
     if config.server.alphas and config.server.optimizer != "sgd":
         raise UserError(f"server.alphas: α is chosen for server.optimizer=sgd only, {config.server.optimizer!r} given")
     if config.server.alphas and config.data.val_fraction == 0:

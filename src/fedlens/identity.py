@@ -12,6 +12,7 @@ from fedlens.config import Config
 
 LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
     ("mask", "without", []),
+    ("federated", "idle", []),
     ("server", "norm_bound", None),
     ("server", "alphas", []),
     ("server", "alpha_samples", 1000),

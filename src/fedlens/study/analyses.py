@@ -6,7 +6,7 @@
       - {kind: interference, of: [half A, half B]}             cosine, sign conflict, linearity, the map ξ(α₁, α₂)
       - {kind: interference, of: Nc=1, clients: [0, 1]}        the same of two clients of a run with federated.client_vectors
       - {kind: masks, of: [central, federated]}                how far two masks overlap, beside two random ones
-      - {kind: masks, of: central}                             the same of one seed and the next: how far chance moves a mask
+      - {kind: masks, of: central}                             the same of each seed and the next (none of one seed): how far chance moves a mask
       - {kind: forget, of: Nc=1, clients: [0, 1, 2]}           subtract what each of them added
       - {kind: forget, of: [Nc=1, without 5], clients: [5]}    and beside it the run that was trained without that client
 
@@ -15,12 +15,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlens.engine.work import sample_cohort
+from fedlens.engine.work import sample_cohort, survives
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
@@ -103,7 +103,8 @@ class Wanted:
 def wanted(plan: Plan) -> list[Wanted]:
     """Every analysis of the plan, checked before anything runs."""
     found = []
-    for given in plan.analyses:
+    for asked in plan.analyses:
+        given = asked.given
         kind = str(given.get("kind"))
         if kind not in KINDS:
             raise unknown("analyses: kind", kind, KINDS)
@@ -124,34 +125,33 @@ def wanted(plan: Plan) -> list[Wanted]:
         most = 1 if kind == "interference" and "clients" in options else most
         if not fewest <= len(labels) <= most:
             raise bad_value(f"analyses: {kind} of", ", ".join(labels), f"{fewest} cells" if fewest == most else f"{fewest} to {most} cells")
-        cells = [_cell(plan, label) for label in labels]
+        cells = [_cell(plan, label, asked.tables) for label in labels]
         shared = [seed for seed in cells[0] if all(seed in cell for cell in cells)]
-        if unread := next(
-            (label for label, cell in zip(labels, cells, strict=True) if not all(p.config.train.test for p in cell.values())), None
-        ):
-            raise UserError(f"analyses: {kind} of {unread} would read the test set, which its train.test=false forbids")
+        unread = [label for label, cell in zip(labels, cells, strict=True) if not all(p.config.train.test for p in cell.values())]
+        if unread and kind != "masks":
+            raise UserError(f"analyses: {kind} of {unread[0]} would read the test set, which its train.test=false forbids")
+        if kind == "masks" and len(cells) == 1:  # every pair of neighbours once
+            alone, taken = cells[0], shared[:seeds] if len(shared) > 2 else shared[: len(shared) - 1]
+            found += [Wanted(kind, labels, s, (alone[s], alone[shared[(shared.index(s) + 1) % len(shared)]]), options) for s in taken]
+            continue
         for seed in shared[:seeds]:
             if clients is not None:
                 _took_part(f"analyses: {kind} of {labels[0]}", cells[0][seed], clients)
-            runs = [cell[seed] for cell in cells]
-            if kind == "masks" and len(cells) == 1:
-                runs.append(cells[0][_next(seed, list(cells[0]), labels[0])])
-            found.append(Wanted(kind, labels, seed, tuple(runs), options))
+            found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
     return found
 
 
-def _next(seed: int, seeds: Sequence[int], label: str) -> int:
-    if len(seeds) < 2:
-        raise UserError(f"analyses: masks of {label} alone compares its seeds; allowed are two or more, or another cell")
-    return seeds[(seeds.index(seed) + 1) % len(seeds)]
-
-
 def _took_part(where: str, planned: Planned, clients: Sequence[int]) -> None:
-    """What a client added is known where the run keeps it and drew that client."""
+    """What a client added is known where the run keeps it and drew that client (before the round that validation prefers, which only the run can tell)."""
     fed = planned.config.federated
     if not fed.client_vectors:
         raise UserError(f"{where} needs what each client added: federated.client_vectors=true")
-    drawn = {c for r in range(fed.rounds) for c in sample_cohort(planned.seed, r, fed.clients, fed.participation)} - set(fed.exclude)
+    drawn = {
+        c
+        for r in range(fed.rounds)
+        for c in sample_cohort(planned.seed, r, fed.clients, fed.participation)
+        if fed.trains(c) and survives(planned.seed, r, c, fed.dropout_rate)
+    }
     if absent := [client for client in clients if client not in drawn]:
         raise UserError(f"{where}: client {absent[0]} takes part in no round of seed {planned.seed}; allowed are {_few(sorted(drawn))}")
 
@@ -160,10 +160,11 @@ def _few(clients: Sequence[int]) -> str:
     return ", ".join(map(str, clients[:20])) + (", …" if len(clients) > 20 else "")
 
 
-def _cell(plan: Plan, label: str) -> dict[int, Planned]:
-    """seed -> run of the first cell that is called so."""
+def _cell(plan: Plan, label: str, tables: Collection[str]) -> dict[int, Planned]:
+    """seed -> run of the first cell of these tables that is called so."""
+    runs = [planned for planned in plan.runs if planned.cell.table in tables]
     for name in ("label", "case"):
-        chosen = next((p.cell for p in plan.runs if getattr(p.cell, name) == label), None)
+        chosen = next((p.cell for p in runs if getattr(p.cell, name) == label), None)
         if chosen is not None:
-            return {p.seed: p for p in plan.runs if p.cell == chosen}
-    raise unknown("analyses: of", label, list(dict.fromkeys(p.cell.label for p in plan.runs)))
+            return {p.seed: p for p in runs if p.cell == chosen}
+    raise unknown("analyses: of", label, list(dict.fromkeys(p.cell.label for p in runs)))

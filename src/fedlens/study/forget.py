@@ -131,9 +131,9 @@ def held_classes(lab: Lab, client: int) -> tuple[list[int], list[int]]:
 
 
 def holdings(lab: Lab) -> NDArray[np.bool_]:
-    """[clients, classes] bool: who trained on what. Excluded clients on nothing."""
-    gone = lab.bench.config.federated.exclude
-    shards = [shard[:0] if k in gone else shard for k, shard in enumerate(make_shards(lab.bench))]
+    """[clients, classes] bool: who trained on what. Clients that were excluded or idle on nothing."""
+    fed = lab.bench.config.federated
+    shards = [shard if fed.trains(k) else shard[:0] for k, shard in enumerate(make_shards(lab.bench))]
     return label_counts(lab.bench.dataset.train.labels, shards) > 0
 
 

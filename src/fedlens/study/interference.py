@@ -129,8 +129,9 @@ def task_images(lab: Lab, classes: Sequence[int], samples: int) -> ImageBank:
 
 
 def trained_classes(lab: Lab) -> list[int]:
-    """The classes that a run saw: all, unless clients were excluded."""
-    if not lab.bench.config.federated.exclude or not lab.bench.config.experiment.startswith("fed"):
+    """The classes that a run trained on: all, unless clients were excluded or idle."""
+    fed = lab.bench.config.federated
+    if not (fed.exclude or fed.idle) or not lab.bench.config.experiment.startswith("fed"):
         return list(range(lab.bench.dataset.num_classes))
     found: list[int] = np.flatnonzero(holdings(lab).any(0)).tolist()
     return found

@@ -107,13 +107,21 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """An analysis as a plan has it."""
+
+    given: Mapping[str, Any]
+    tables: tuple[str, ...]  # whose cells it may name: those of its own plan
+
+
+@dataclass(frozen=True)
 class Plan:
     name: str
     question: str
     place: str
     runs: list[Planned]
     tables: list[Table] = field(default_factory=list)
-    analyses: list[Mapping[str, Any]] = field(default_factory=list)
+    analyses: list[Asked] = field(default_factory=list)
     tunes: list[Tune] = field(default_factory=list)
 
 
@@ -164,7 +172,8 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     for table in content["tables"]:
         own = [(cell, config) for cell, config in cells if cell.table == _name(table)]
         tunes += _tunes(table, own, place, places, _seeds(content, seeds)[0], overrides)
-    analyses = _analyses(content.get("analyses"), place, places)
+    named = tuple(table.name for table in filled)
+    analyses = [Asked(given, named) for given in _analyses(content.get("analyses"), place, places)]
     return Plan(path.stem, str(content.get("question", "")), place, runs, filled, analyses, tunes)
 
 
@@ -255,7 +264,7 @@ def _tunes(
         short.train.test = False
         short.federated.rounds = max(1, round(length * config.federated.rounds))
         short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule
-        short.train.epochs = max(1, round(length * config.train.epochs))
+        short.train.epochs = min(config.train.epochs, max(1, round(length * config.train.epochs)))
         short.federated.client_vectors = False
         found.append(Tune(cell, key, float(by), tries, short, tuple(followers.get(cell, ()))))
     return found

@@ -145,7 +145,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
 
             # --- a cohort, and what each of its clients will do
             cohort = sample_cohort(cfg.seed, round_, fed.clients, fed.participation)
-            cohort = [c for c in cohort if c not in fed.exclude]
+            cohort = [c for c in cohort if fed.trains(c)]
             present = [c for c in cohort if survives(cfg.seed, round_, c, fed.dropout_rate)]
             counts["dropped"] += len(cohort) - len(present)
 

@@ -32,7 +32,7 @@ class Privacy:
         """Count the cohorts of the rounds before this process."""
         fed = self.config.federated
         for r in range(rounds if self.known.noise else 0):
-            self.sampled([c for c in sample_cohort(self.config.seed, r, fed.clients, fed.participation) if c not in fed.exclude])
+            self.sampled([c for c in sample_cohort(self.config.seed, r, fed.clients, fed.participation) if fed.trains(c)])
 
     def sampled(self, cohort: Sequence[int]) -> None:
         if self.known.noise:
