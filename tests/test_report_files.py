@@ -259,7 +259,7 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
         "interpolate": [("half A and half B", 2)],
         "interference": [("half A and half B", 2)],
         "masks": [("all, between seeds", 2)],
-        "forget": [("all", 2)],
+        "forget": [("all: client 0", 2)],
     }
     (forgotten,) = found["forget"]
     assert {key: s.mean for key, s in forgotten.numbers.items()} == pytest.approx(
@@ -267,18 +267,20 @@ def test_analyses_of_several_seeds_are_means_and_macros(tmp_path: Path) -> None:
     )
     assert numbers_of(study.analyses[0])["chosen"] == 0.79 and found["sweep"][0].numbers["alpha"].mean == pytest.approx(0.75)
     text = markdown_report(both)
-    assert "| all | 90.00 ± 0.00 | 35.00 ± 7.07 | 80.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 | 2 |" in text
+    assert "| all: client 0 | 90.00 ± 0.00 | 35.00 ± 7.07 | 80.00 ± 0.00 | 80.00 ± 0.00 | 1.00 ± 0.00 | 2 |" in text
     assert "by negation, over seeds" in text and "- seed 1: client 0 (Bag)" in text and text.count("### forget of all") == 1
     said = {file.kind: file.caption for file in write_figures(both, tmp_path / "figures")}
     assert "over seeds (n = 2); rings: the α at which that mean is highest" in said["alpha"] and "mean over seeds, n = 2" in said["xi"]
     assert "over seeds (n = 2), as far as all" in said["forget"] and "xi 2" not in said
-    twice = Gathered([replace(study, analyses=[*study.analyses, *study.analyses])])  # the same seed again is no other seed
-    assert [row.n for row in over_seeds(twice.studies[0])["sweep"]] == [1, 1]
+    finer = [
+        replace(a, options={"grid": "0:1:5"}) for a in both.studies[0].analyses[1:]
+    ]  # with a seed missing: no mean over different ones
+    assert [row.n for row in over_seeds(replace(study, analyses=[*study.analyses, *finer]))["sweep"]] == [1, 1]
     assert "by negation, over seeds" not in markdown_report(Gathered([study]))  # one seed is told as it is
     assert "Forgetting clients by negation: means over seeds" in html_report(both)
     tables = {table.name: table.text for table in across_tables(both)}
     assert r"$35.00 \pm 7.07$" in tables["toy-forget"] and set(tables) >= {f"toy-{kind}" for kind in found}
-    assert r"\csname lens/toy-forget/all/target after\endcsname{35.00}" in numbers(both)
+    assert r"\csname lens/toy-forget/all-client-0/target after\endcsname{35.00}" in numbers(both)
     assert r"\csname lens/toy-sweep/all/alpha\endcsname{0.75}" in numbers(both)
     assert r"\csname lens/toy-masks/all-between-seeds/iou\endcsname{0.62}" in numbers(both)
 

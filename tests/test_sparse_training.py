@@ -179,6 +179,13 @@ def test_a_client_that_is_excluded_leaves_no_trace(sparse_run: Callable[..., Any
     assert run.metrics[0]["clients"] == 13
 
 
+def test_a_client_that_is_idle_helps_with_the_head_and_never_trains(sparse_run: Callable[..., Any]) -> None:
+    options = ["federated.participation=1", "federated.client_vectors=true", "federated.rounds=1", "mask.scope=federated"]
+    run, whole = sparse_run("r", "federated.idle=[0,3]", *options), sparse_run("w", *options)
+    assert set(run.client_vectors()) == set(range(15)) - {0, 3} and run.metrics[0]["clients"] == 13
+    assert all(torch.equal(tensor, whole.start[name]) for name, tensor in run.start.items()) and run.mask == whole.mask
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -195,6 +202,7 @@ def test_a_client_that_is_excluded_leaves_no_trace(sparse_run: Callable[..., Any
         (["data.val_fraction=0", "head=linear"], "data.val_fraction is 0"),
         (["federated.client_vectors=true", "server.merge=ties"], "server.merge=mean only"),
         (["federated.exclude=[99]"], "below federated.clients"),
+        (["federated.idle=[99]"], "federated.idle: 99 given, allowed is below"),
         (["server.merge=breadcrumbs", "server.bottom=0.995"], "below 1 - server.top"),
         (["mask.strategy=qk_only", "mask.density=0.5"], "density"),
     ],

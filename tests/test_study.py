@@ -265,8 +265,12 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()}
     Study(plan, tmp_path / "s").run()
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()} == stamps
+    (tmp_path / "s" / "analyses").rename(tmp_path / "analyses")
     for planned in plan.runs:  # what is kept of a study without its weights is still its tables and figures
         (tmp_path / "s" / "runs" / planned.name / "model.safetensors").unlink()
+    assert not Study(plan, tmp_path / "s").run().failures  # nothing failed: the weights are elsewhere
+    (tmp_path / "s" / "analyses").rmdir() if (tmp_path / "s" / "analyses").exists() else None
+    (tmp_path / "analyses").rename(tmp_path / "s" / "analyses")
     assert len(gather([tmp_path / "s"]).studies[0].analyses) == 6
 
 
@@ -353,6 +357,12 @@ def test_what_is_kept_makes_the_same_tables_without_weights_and_can_go_on(
     assert tables(out / "s") == tables(whole)
     assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
     assert tables(out / "s") == tables(whole)  # a part does not replace the whole
+    told = json.loads((whole / "study.json").read_text())
+    told["tables"][0]["cells"][0]["label"] = "renamed"
+    told["tables"].pop()
+    (whole / "study.json").write_text(json.dumps(told))
+    assert main(["keep", str(whole), "--out", str(out)]) == 0  # another plan replaces what was kept, and its runs stay
+    assert (out / "s" / "study.json").read_bytes() == (whole / "study.json").read_bytes()
     assert main(["keep", str(out), "--out", str(out)]) == 2 and "kept in itself" in capsys.readouterr().err
     assert main(["keep", str(tmp_path), "--out", str(out)]) == 2 and main(["keep", str(out / "s" / "runs"), "--out", "x"]) == 2
 
@@ -442,7 +452,7 @@ def test_what_is_tried_next_does_not_depend_on_when_trials_end(tmp_path: Path) -
     (tmp_path / "p.yaml").write_text(TUNED)
     tune = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK).tunes[0]
     assert Climb(tune, {}).next == [0, 1, -1] and Climb(tune, {1: 0.5}).next == [0, -1] and Climb(tune, {0: 0.5, -1: 0.6}).next == [1]
-    assert Climb(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and Climb(tune, {0: 0.5, 1: 0.5, -1: 0.4}).best == 0  # of equals the lower
+    assert Climb(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and Climb(tune, {0: 0.5, 1: 0.5, -1: 0.5}).best == 0  # on a plateau it stays
     assert read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "optim.lr=0.1"]).tunes == []  # said on the command line
 
 
@@ -478,13 +488,53 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatc
     found = study.run()
     assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs) and len(found.runs) == 4  # nothing twice
     assert [tuned.value for tuned in found.tuned] == [p.config.optim.lr for p in study.plan.runs[::2]]
-    assert all(tuned.value == max(tuned.tried, key=lambda t: (t[1] or 0, -t[0]))[0] for tuned in found.tuned)
+    assert all(dict(tuned.tried)[tuned.value] == max(score or 0 for _, score in tuned.tried) for tuned in found.tuned)
     assert not any(list(run.path.glob("*.safetensors")) for run in found.trials) and all(
         run.summary["test_accuracy"] is None for run in found.trials
     )
     assert "Chosen on validation in short runs" in tables(tmp_path / "s")[0]
     Study(plan, tmp_path / "s").run()
     assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs)
+
+
+def test_what_the_device_stops_is_no_verdict_on_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    real, calls = runner.execute, list[float]()
+
+    def full(config: Config) -> object:
+        calls.append(config.optim.lr)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(config)
+
+    monkeypatch.setattr(runner, "execute", full)
+    found = Study(plan, tmp_path / "s").run()
+    plain, heavy = found.tables[0].cells
+    assert not plain.runs and len(heavy.runs) == 2 and set(found.failures.values()) == {"tuning: OutOfMemoryError: out of memory"}
+    again = Study(plan, tmp_path / "s")
+    assert not again.unfit
+    assert len(again.run().tables[0].cells[0].runs) == 2 and not again.failures  # the next start has the memory
+
+
+def test_a_study_that_is_killed_while_it_tunes_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED)
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    real, calls = runner.execute, list[float]()
+
+    def killed(config: Config) -> object:
+        calls.append(config.optim.lr)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(config)
+
+    monkeypatch.setattr(runner, "execute", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Study(plan, tmp_path / "s").run()
+    assert main(["keep", str(tmp_path / "s"), "--out", str(tmp_path / "kept")]) == 0
+    monkeypatch.setattr(runner, "execute", lambda config: calls.append(config.optim.lr) or real(config))
+    found = Study(plan, tmp_path / "kept" / "s").run()
+    assert len(calls) == 1 + len(found.trials) + len(found.runs)  # what was kept is not run again; one was killed
 
 
 def test_a_cell_that_no_value_trains_is_a_failure_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

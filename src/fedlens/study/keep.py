@@ -30,13 +30,15 @@ class Kept:
     added: list[str] = field(default_factory=list)
     there: int = 0  # runs that had been kept before
     unfinished: int = 0
-    unnamed: list[str] = field(default_factory=list)  # kept before, and no longer in the plan
+    unnamed: list[str] = field(default_factory=list)  # kept, and not in the plan
+    stays: bool = False  # the plan that was kept before
 
     def text(self) -> str:
         parts = [f"{self.folder}: {len(self.added)} runs kept"]
         parts += [f"{self.there} were there"] if self.there else []
         parts += [f"{self.unfinished} of its plan are not finished"] if self.unfinished else []
-        parts += [f"no longer in its plan: {', '.join(self.unnamed)}"] if self.unnamed else []
+        parts += ["its plan stays as it was kept before"] if self.stays else []
+        parts += [f"not in its plan: {', '.join(self.unnamed)}"] if self.unnamed else []
         return "; ".join(parts)
 
 
@@ -71,17 +73,30 @@ def _study(folder: Path, out: Path) -> Kept:
                 if (folder / "runs" / name / file).is_file():  # shards are of federated runs alone
                     _write(out / "runs" / name / file, (folder / "runs" / name / file).read_bytes())
             kept.added.append(name)
-        else:
+        elif name not in told.get("unfit", {}):
             kept.unfinished += 1
     for each in told["analyses"]:
         if (folder / each["file"]).is_file():
             _write(out / each["file"], (folder / each["file"]).read_bytes())
     known = json.loads(before.read_text()) if before.is_file() else None
-    if known is None or not named < set(_runs(known)):  # a part of what was planned before, say fewer seeds, does not replace the whole
+    if known is None or not (_part(told, known) or (_open(told) and not _open(known))):
         _write(before, (folder / STUDY_FILE).read_bytes())
         known = told
+    elif told["tables"] != known["tables"]:
+        kept.stays = True
     kept.unnamed = sorted({path.name for path in (out / "runs").glob("*")} - set(_runs(known)))
     return kept
+
+
+def _part(told: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """The same cells with fewer seeds: what was planned before is not replaced by a part of it."""
+    cells, known = ({(t["name"], c["label"]): c["runs"] for t in study["tables"] for c in t["cells"]} for study in (told, whole))
+    return cells != known and cells.keys() == known.keys() and all(cells[key].items() <= known[key].items() for key in cells)
+
+
+def _open(told: dict[str, Any]) -> bool:
+    """Still being tuned: its cells have not got their values."""
+    return any(tuned["value"] is None for tuned in told.get("tuned", []))
 
 
 def _runs(told: dict[str, Any]) -> Iterator[str]:

@@ -137,6 +137,7 @@ class Analysis:
     labels: list[str]  # the cells that it is about
     seed: int
     found: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)  # that the plan gave: grid, clients, …
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def read_study(folder: Path) -> StudyResult:
     try:
         tables = [_table(folder, table, str(content["question"])) for table in content["tables"]]
         analyses = [
-            Analysis(a["kind"], a["title"], list(a["labels"]), int(a["seed"]), _json(folder / a["file"]))
+            Analysis(a["kind"], a["title"], list(a["labels"]), int(a["seed"]), _json(folder / a["file"]), a.get("options", {}))
             for a in content["analyses"]
             if (folder / a["file"]).is_file()
         ]

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,16 +22,17 @@ from typing import Any
 from fedlens.config import from_file, to_yaml
 from fedlens.errors import UserError, bad_value, first_line
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, write_atomic, write_json
+from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
 from fedlens.study.processes import end_with_parent, environment_of, locked
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
-from fedlens.study.tuning import FAILED, climbs, settled
+from fedlens.study.tuning import FAILED, Climb, climbs, settled
 from fedlens.training.execute import execute
 from fedlens.training.shared import CACHE
 
 log = logging.getLogger("fedlens")
+TUNING = "tuning: "  # begins what is said of cells whose search was stopped
 
 
 class Study:
@@ -74,12 +75,13 @@ class Study:
             return self._run()
 
     def _run(self) -> StudyResult:
+        self._tell()  # a report of what is there can be made, and kept, at any time
         with _cache(self.folder / "cache"):
             self._tune()
         todo = self.missing()
         total = len({p.name for p in self.plan.runs})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
-        self._tell()  # a report of what is there can be made at any time
+        self._tell()
         with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo)) as bar:
             for planned, error in self._executed(todo):
                 self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
@@ -93,26 +95,39 @@ class Study:
         return read_study(self.folder)
 
     def _tune(self) -> None:
-        """Trials until every cell that is to be tuned has its value. Of a trial only its numbers are kept."""
-        while todo := {trial.name: trial for climb in self.climbs for trial in map(climb.tune.trial, climb.next)}:
+        """Trials until every cell that is to be tuned has its value. Of a trial only its numbers are kept. One that the device or the disk stopped
+        says nothing about its value: its cell is not run, and the next start tries it again."""
+        stopped: dict[str, str] = {}
+        self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
+        while todo := {
+            trial.name: trial for climb in self.climbs for trial in map(climb.tune.trial, climb.next) if not self._halted(climb, stopped)
+        }:
             log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), sum(bool(climb.next) for climb in self.climbs))
             with progress_bar("tuning", len(todo)) as bar:
                 for trial, error in self._executed(list(todo.values())):
-                    if error is not None:
+                    if isinstance(error, Broken):
+                        stopped[trial.name] = error
+                    elif error is not None:
                         self.unfit[trial.name] = error
-                        self._tell()
                     else:
                         shutil.rmtree(self.path(trial) / CHECKPOINTS, ignore_errors=True)
                         for weights in self.path(trial).glob("*.safetensors"):
                             weights.unlink()
+                    self._settle()
+                    self._tell()
                     bar.advance(1, trial.cell.label)
-            self._settle()
         for climb in self.climbs:
-            if climb.value is None:
+            why = self._halted(climb, stopped)
+            if why is None and climb.value is None:
                 why = f"no value of {climb.tune.key} trains; tried {', '.join(f'{climb.tune.value(k):g}' for k in sorted(climb.tried))}"
+            if why is not None:
                 for planned in self.plan.runs:
                     if planned.cell in climb.tune.cells and planned.name not in self.failures:
                         self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
+
+    def _halted(self, climb: Climb, stopped: Mapping[str, str]) -> str | None:
+        """Why this cell's search cannot go on now."""
+        return next((f"{TUNING}{stopped[t.name]}" for t in map(climb.tune.trial, climb.next) if t.name in stopped), None)
 
     def _note(self, name: str, label: str, error: str | None) -> None:
         if error is not None:
@@ -123,6 +138,10 @@ class Study:
     def _analyse(self) -> None:
         todo = [w for w in self.wanted if not (self.folder / w.file).is_file() and w.file not in self.failures]
         todo = [w for w in todo if all(self.finished(planned) for planned in w.runs)]
+        without = [w for w in todo if not all((self.path(planned) / MODEL_FILE).is_file() for planned in w.runs)]
+        if without:
+            log.info("%d analyses are left out: the weights of their runs are not in %s", len(without), self.folder)
+        todo = [w for w in todo if w not in without]
         with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo)) as bar:
             for each in todo:
                 (self.folder / each.file).parent.mkdir(exist_ok=True)
@@ -151,7 +170,10 @@ class Study:
                 }
                 for table in self.plan.tables
             ],
-            "analyses": [{"kind": w.kind, "title": w.title, "labels": w.labels, "seed": w.seed, "file": w.file} for w in self.wanted],
+            "analyses": [
+                {"kind": w.kind, "title": w.title, "labels": w.labels, "seed": w.seed, "options": w.options, "file": w.file}
+                for w in self.wanted
+            ],
             "tuned": [climb.told() for climb in self.climbs],
             "unfit": self.unfit,
             "failures": self.failures,
@@ -200,7 +222,14 @@ class Study:
         finally:
             places.put(place)
         if process.returncode:
-            raise UserError(([line for line in said.splitlines() if line.strip()] or ["no message"])[-1].removeprefix("error: "))
+            last = ([line for line in said.splitlines() if line.strip()] or ["no message"])[-1]
+            raise UserError(last.removeprefix("error: ")) if process.returncode == 2 else ChildProcessError(last)
+
+
+class Broken(str):
+    """What the device or the disk said: another time it may go well."""
+
+    __slots__ = ()
 
 
 def _attempt(work: Callable[[], None]) -> str | None:
@@ -208,8 +237,10 @@ def _attempt(work: Callable[[], None]) -> str | None:
         work()
     except UserError as error:
         return str(error)
-    except (RuntimeError, OSError) as error:  # of the device or the disk: told, and the others go on
-        return f"{type(error).__name__}: {first_line(error)}"
+    except ChildProcessError as error:
+        return Broken(error)
+    except (RuntimeError, OSError) as error:  # told, and the others go on
+        return Broken(f"{type(error).__name__}: {first_line(error)}")
     return None
 
 

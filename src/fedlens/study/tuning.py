@@ -26,8 +26,8 @@ class Climb:
 
     @property
     def best(self) -> int | None:
-        """Of equals the lower value; None: nothing that was tried trains."""
-        ranked = sorted(self.tried, key=lambda k: (-self.tried[k], k))
+        """Of equals the nearest to the cell's own, then the lower; None: nothing that was tried trains."""
+        ranked = sorted(self.tried, key=lambda k: (-self.tried[k], abs(k), k))
         return ranked[0] if ranked and self.tried[ranked[0]] > FAILED else None
 
     @property

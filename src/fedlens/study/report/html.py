@@ -14,7 +14,7 @@ from typing import Any
 from fedlens.study.report.html_analyses import SECTIONS, search_section
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
 from fedlens.study.report.markdown import TUNED, tuned_rows
-from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import NEAR, CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -89,13 +89,13 @@ def _study(page: Page, study: StudyResult) -> None:
     for kind, section in SECTIONS.items():
         if found := [a for a in study.analyses if a.kind == kind]:
             section(page, found, _names(study))
-            _measured(page, study, over_seeds(study)[kind])
+            _measured(page, over_seeds(study)[kind])
     if study.failures:
         page.heading(3, f"Failures of {study.name}")
         page.table("Runs that failed, and why.", ["Run", "Why"], list(study.failures.items()))
 
 
-def _measured(page: Page, study: StudyResult, found: Sequence[Measured]) -> None:
+def _measured(page: Page, found: Sequence[Measured]) -> None:
     """Of analyses that were made of several seeds."""
     if max(row.n for row in found) < 2:
         return
@@ -103,8 +103,7 @@ def _measured(page: Page, study: StudyResult, found: Sequence[Measured]) -> None
     rows: list[list[Cell | str]] = [
         [row.label, *(_stat(row.numbers.get(key), row.scale(key)) for key in heads), number(str(row.n), row.n)] for row in found
     ]
-    clients = clients_text(study) if kind == "forget" else ""
-    said = f"{TITLES[kind]}: means over seeds{f', {clients}' if clients else ''}. {UNITS[kind]}"
+    said = f"{TITLES[kind]}: means over seeds. {UNITS[kind]}"
     page.table(said, ["Of", *heads.values(), "Seeds"], rows)
 
 

@@ -19,7 +19,7 @@ from fedlens.study.report.latex_tables import (
     table_float,
 )
 from fedlens.study.report.markdown import GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, unique
-from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import compare, summarise
 
@@ -32,7 +32,7 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 % \lens[times OTHER]{TABLE}{CELL} how many times as long CELL's updates are (mean norm over rounds) as OTHER's,
 % \lens[NUMBER]{STUDY-KIND}{CELLS} of analyses: KIND sweep or interpolate (start, end, chosen, alpha), interference (cosine, sign conflict, xi), masks (iou, chance),
 % forget (target before, target after, others before, others after, target without, others without, alpha), each with sd as well,
-% \lens[runs]{STUDY}{all} and \lens[minutes]{STUDY}{all} those of a study. A name that is not here is an error, not a gap in the text.
+% \lens[runs]{STUDY}{all}, \lens[trials]{STUDY}{all} (short runs to tune) and \lens[minutes]{STUDY}{all} (of both) those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
   \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""
 
@@ -126,10 +126,9 @@ def _measured(study: StudyResult, found: Sequence[Measured], name: str, number: 
     """What analyses of one kind came to: a row for the cells that each is of."""
     heads, kind = shared_heads(found), found[0].kind
     rows = [row(escape(shown(each.label)), *(_with_sd(each, key) for key in heads), str(each.n)) for each in found]
-    clients = clients_text(study) if kind == "forget" else ""
     caption = (
-        rf"{escape(shown(study.name))}: {escape(TITLES[kind][0].lower() + TITLES[kind][1:])}. Mean $\pm$ standard deviation over $n$ seeds"
-        rf"{f', {clients}' if clients else ''}. {escape(UNITS[kind])}"
+        rf"{escape(shown(study.name))}: {escape(TITLES[kind][0].lower() + TITLES[kind][1:])}. Mean $\pm$ standard deviation over $n$ seeds. "
+        rf"{escape(UNITS[kind])}"
     )
     wide = len(heads) > NARROW
     columns = f"{label_column(0.85)}{label_column(0.7 if wide else 0.6) * len(heads)}r"

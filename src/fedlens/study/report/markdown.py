@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, clients_text, of_seeds, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -192,7 +192,7 @@ def _study(study: StudyResult) -> list[str]:
         parts += [_cells(table), *_paired(table), *_tuned(study, table), _list("Seeds that are not finished", missing(table))]
     kinds = dict.fromkeys(analysis.kind for analysis in study.analyses)
     parts += [part for kind in kinds for group in of_seeds(study, kind) for part in _analyses(group)]
-    parts += [part for rows in over_seeds(study).values() if max(row.n for row in rows) > 1 for part in _measured(study, rows)]
+    parts += [part for rows in over_seeds(study).values() if max(row.n for row in rows) > 1 for part in _measured(rows)]
     return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
 
 
@@ -308,11 +308,10 @@ def interference_texts(analysis: Analysis) -> list[str]:
     ]
 
 
-def _measured(study: StudyResult, found: Sequence[Measured]) -> list[str]:
+def _measured(found: Sequence[Measured]) -> list[str]:
     heads, kind = shared_heads(found), found[0].kind
     rows = [[escaped(shown(row.label)), *(with_sd(row.numbers.get(key), row.scale(key)) for key in heads), str(row.n)] for row in found]
-    clients = clients_text(study) if kind == "forget" else ""
-    said = f"Mean ± standard deviation over n seeds{f'; {clients}' if clients else ''}. {UNITS[kind]}"
+    said = f"Mean ± standard deviation over n seeds. {UNITS[kind]}"
     return [f"### {TITLES[kind]}, over seeds", said, _rows(["", *heads.values(), "n"], rows)]
 
 

@@ -1,5 +1,6 @@
 """Analyses over seeds: what each came to as a few numbers, and the mean and interval of those over seeds."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ TITLES = {
     "forget": "Forgetting clients by negation",
 }
 UNITS = dict.fromkeys(TITLES, "Accuracies in percent.") | {
+    "forget": "Accuracies in percent; of several clients their mean.",
     "interference": "ξ in percent of images.",
     "masks": "Random masks of the same sizes beside them.",
 }
@@ -75,14 +77,11 @@ def numbers_of(analysis: Analysis) -> dict[str, float]:
 
 
 def of_seeds(study: StudyResult, kind: str) -> list[list[Analysis]]:
-    """Analyses of the same, one a seed. The same seed twice (another grid, say) is another group."""
-    found: dict[tuple[str, int], list[Analysis]] = {}
+    """Analyses of the same cells with the same options, one a seed."""
+    found: dict[tuple[str, str], list[Analysis]] = {}
     for analysis in study.analyses:
         if analysis.kind == kind:
-            label = label_of(analysis)
-            taken = (group for (name, _), group in found.items() if name == label)
-            number = sum(any(other.seed == analysis.seed for other in group) for group in taken)
-            found.setdefault((label, number), []).append(analysis)
+            found.setdefault((label_of(analysis), json.dumps(analysis.options, sort_keys=True)), []).append(analysis)
     return list(found.values())
 
 
@@ -99,23 +98,20 @@ def over_seeds(study: StudyResult) -> dict[str, list[Measured]]:
 
 
 def label_of(analysis: Analysis) -> str:
-    """The cells; of forgetting the one whose client is forgotten, of one cell's masks that it is its seeds, of its clients which."""
+    """The cells; of clients which, of one cell's masks that it is its seeds."""
     if analysis.kind == "masks" and len(analysis.labels) == 1:
         return f"{analysis.labels[0]}, between seeds"
-    if analysis.kind == "interference" and len(analysis.labels) == 1:  # of clients
+    if analysis.kind == "interference" and len(analysis.labels) == 1:
         return f"{analysis.labels[0]}: {' and '.join(map(str, analysis.found['names']))}"
-    return analysis.labels[0] if analysis.kind == "forget" else " and ".join(analysis.labels)
+    if analysis.kind == "forget":
+        clients = [str(client["client"]) for client in analysis.found["clients"]]
+        return f"{analysis.labels[0]}: client{'s' if len(clients) > 1 else ''} {', '.join(clients)}"
+    return " and ".join(analysis.labels)
 
 
 def shared_heads(rows: Sequence[Measured]) -> dict[str, str]:
     """The numbers that some row has, by their name, in their order."""
     return {key: head for key, head in HEADS[rows[0].kind].items() if any(key in row.numbers for row in rows)}
-
-
-def clients_text(study: StudyResult) -> str:
-    """Of how many clients a forgetting's numbers are means."""
-    counts = sorted({len(analysis.found["clients"]) for analysis in study.analyses if analysis.kind == "forget"})
-    return f"means over {' or '.join(map(str, counts))} clients a seed" if counts and counts != [1] else ""
 
 
 def _mean(values: Sequence[float]) -> float:
