@@ -497,6 +497,17 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatc
     assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs)
 
 
+def test_one_table_can_be_run_alone(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_path.write_text(PLAN + TUNED.partition("tables:")[2].replace("cases: {plain", "set: [experiment=fedavg_iid]\n    cases: {plain"))
+    arguments = ["study", str(plan_path), "--out", str(tmp_path / "s"), "--no-report", "--seeds", "1", *QUICK]
+    assert main([*arguments, "--table", "agian"]) == 2 and "did you mean 'again'" in capsys.readouterr().err
+    assert main([*arguments, "--plan", "--table", "again", "--table", "steps"]) == 0 and len(capsys.readouterr().out.splitlines()) == 5
+    assert main([*arguments, "--table", "again"]) == 0
+    assert len(list((tmp_path / "s" / "runs").iterdir())) == 1  # no trial of the table that is tuned
+    found = gather([tmp_path / "s"]).studies[0]
+    assert not found.failures and [len(cell.runs) for cell in found.tables[1].cells] == [1] and found.tuned[0].value is None
+
+
 def test_what_the_device_stops_is_no_verdict_on_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)

@@ -87,10 +87,10 @@ def study_command(args: argparse.Namespace) -> int:
     from fedlens.study.runner import Study, study_folder
 
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
-    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry)
+    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables)
     if args.plan:
         open_ = {cell: climb.tune.key for climb in study.climbs if climb.next for cell in climb.tune.cells}
-        for planned in study.plan.runs:
+        for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
             name = f"({open_[planned.cell]} to be tuned)" if planned.cell in open_ else planned.name
             print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
         return 0
@@ -248,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seeds", type=int, help="how many (default: the plan's)")
     c.add_argument("--jobs", type=int, default=1, help="runs at a time, in processes of their own; one a GPU where there are several")
     c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
+    c.add_argument("--table", dest="tables", action="append", default=[], metavar="TABLE", help="run this table only; may be given again")
     c.add_argument("--retry", action="store_true", help="try again what failed before")
     c.add_argument("--plan", action="store_true", help="list the runs and stop")
     c.add_argument("--no-report", dest="report", action="store_false", help="tables on the screen only")

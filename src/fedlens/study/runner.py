@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fedlens.config import from_file, to_yaml
-from fedlens.errors import UserError, bad_value, first_line
+from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json
 from fedlens.study.analyses import wanted
@@ -36,10 +36,15 @@ TUNING = "tuning: "  # begins what is said of cells whose search was stopped
 
 
 class Study:
-    def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False) -> None:
+    def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False, tables: Sequence[str] = ()) -> None:
+        """`tables`: only what these need is run; none: all."""
         self.asked, self.folder, self.jobs = plan, folder, jobs
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
+        names = [table.name for table in plan.tables]
+        if wrong := [name for name in tables if name not in names]:
+            raise unknown("--table", wrong[0], names)
+        self.tables = set(tables or names)
         told = {} if retry else _read(folder / STUDY_FILE)
         self.unfit: dict[str, str] = told.get("unfit", {})  # trial that failed -> why
         self._settle()
@@ -67,7 +72,7 @@ class Study:
 
     def missing(self) -> list[Planned]:
         """Each configuration once, in the order of the plan; known failures only when a retry was asked for."""
-        unique = {planned.name: planned for planned in self.plan.runs}
+        unique = {planned.name: planned for planned in self.plan.runs if planned.cell.table in self.tables}
         return [p for p in unique.values() if not self.finished(p) and p.name not in self.failures]
 
     def run(self) -> StudyResult:
@@ -79,7 +84,7 @@ class Study:
         with _cache(self.folder / "cache"):
             self._tune()
         todo = self.missing()
-        total = len({p.name for p in self.plan.runs})
+        total = len({p.name for p in self.plan.runs if p.cell.table in self.tables})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
         self._tell()
         with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo)) as bar:
@@ -99,10 +104,9 @@ class Study:
         says nothing about its value: its cell is not run, and the next start tries it again."""
         stopped: dict[str, str] = {}
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
-        while todo := {
-            trial.name: trial for climb in self.climbs for trial in map(climb.tune.trial, climb.next) if not self._halted(climb, stopped)
-        }:
-            log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), sum(bool(climb.next) for climb in self.climbs))
+        while going := [c for c in self.climbs if c.next and c.tune.cell.table in self.tables and not self._halted(c, stopped)]:
+            todo = {trial.name: trial for climb in going for trial in map(climb.tune.trial, climb.next)}
+            log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), len(going))
             with progress_bar("tuning", len(todo)) as bar:
                 for trial, error in self._executed(list(todo.values())):
                     if isinstance(error, Broken):
@@ -118,7 +122,7 @@ class Study:
                     bar.advance(1, trial.cell.label)
         for climb in self.climbs:
             why = self._halted(climb, stopped)
-            if why is None and climb.value is None:
+            if why is None and climb.value is None and not climb.next:
                 why = f"no value of {climb.tune.key} trains; tried {', '.join(f'{climb.tune.value(k):g}' for k in sorted(climb.tried))}"
             if why is not None:
                 for planned in self.plan.runs:
