@@ -1,6 +1,7 @@
 """Federated training: engines against each other, identities with centralised SGD, exact resume, honest counts."""
 
 import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -28,7 +29,9 @@ from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.geometry import cosines, sign_conflict
 from fedlens.lens.merging import RULES
+from fedlens.lens.norms import l1, l2
 from fedlens.lens.space import ParamSpace
 from fedlens.models import create_model
 from fedlens.optim.server import SERVER, server_step
@@ -48,6 +51,7 @@ SMALL = [
     "optim.batch_size=8",
     "data.val_fraction=0.1",
 ]
+GEOMETRY = ("client_norm", "drift_ratio", "cosine", "sign_conflict", "update_norm")
 UNEVEN = ["federated.dropout_rate=0.3", "federated.straggler_rate=0.6"]
 
 
@@ -81,15 +85,35 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict
 
 
 def test_clients_side_by_side_on_two_cores_end_with_the_bits_of_one_core(fed_run: Callable[..., Any]) -> None:
-    one = fed_run("one", *UNEVEN, "federated.algorithm=scaffold")
+    options = [
+        *UNEVEN,
+        "federated.algorithm=scaffold",
+        "head=linear",
+    ]  # the bits of features, and so of a ridge head, may depend on the threads
+    one = fed_run("one", *options)
     torch.set_num_threads(2)
     try:
-        two = fed_run("two", *UNEVEN, "federated.algorithm=scaffold")
+        two = fed_run("two", *options)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
     assert two.metrics[0]["clients"] % 2 or two.metrics[1]["clients"] % 2  # a last client alone, too
     assert all(torch.equal(t, two.state[n]) for n, t in one.state.items())
+    for a, b in zip(one.metrics, two.metrics, strict=True):
+        assert {k: a[k] for k in GEOMETRY} == pytest.approx({k: b[k] for k in GEOMETRY}, rel=1e-6, abs=1e-7)
+
+
+def test_norms_of_as_many_weights_as_a_vit_has_are_exact() -> None:
+    vector = 1e-4 * torch.randn(21_665_664 + 5, generator=torch.Generator().manual_seed(0))
+    exact = float(vector.double().abs().sum()), float(vector.double().square().sum().sqrt())
+    assert (l1(vector), l2(vector)) == pytest.approx(exact, rel=1e-6)
+    assert l2(torch.full((5000,), 2.0)) == pytest.approx(20000**0.5)
+    assert l1(torch.zeros(0)) == 0 and math.isnan(l2(torch.tensor([math.nan])))
+    sums, apart = RoundSums(), [vector, -0.5 * vector.roll(1)]
+    for delta in apart:
+        sums.add(delta, l2(delta), 1.0, 0.0)
+    assert sums.metrics()["sign_conflict"] == pytest.approx(sign_conflict(torch.stack(apart)), abs=1e-6)
+    assert sums.metrics()["cosine"] == pytest.approx(float(cosines(torch.stack(apart))[0, 1]), abs=1e-6)
 
 
 def test_an_abandoned_round_leaves_no_worker_running(bench: Bench) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PART = 1 << 20  # coordinates: squares of so many are summed in single precision
+from fedlens.lens.norms import l1, l2, squared
 
 
 @dataclass
@@ -29,7 +29,7 @@ class RoundSums:
         self.weight += weight
         self.weighted_norms += weight * norm
         self.norms += norm
-        self.mass += weight * float(torch.linalg.vector_norm(delta, 1))
+        self.mass += weight * l1(delta)
         self.loss += weight * loss
         self.count += 1
 
@@ -44,13 +44,12 @@ class RoundSums:
             return {}
         # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
         pairs = self.count * (self.count - 1)
-        square = float(torch.stack([torch.dot(part, part) for part in torch.split(self.directions, PART)]).double().sum())
-        cosine = (square - self.count) / pairs if pairs else 1.0
+        cosine = (squared(self.directions) - self.count) / pairs if pairs else 1.0
         apart = self.weighted_norms or 1.0
         return {
             "train_loss": self.loss / self.weight,
             "client_norm": self.norms / self.count,
-            "drift_ratio": float(torch.linalg.vector_norm(self.total)) / apart if self.weighted_norms else 1.0,
+            "drift_ratio": l2(self.total) / apart if self.weighted_norms else 1.0,
             "cosine": cosine,
-            "sign_conflict": max(0.0, (1 - float(torch.linalg.vector_norm(self.total, 1)) / self.mass) / 2) if self.mass else 0.0,
+            "sign_conflict": max(0.0, (1 - l1(self.total) / self.mass) / 2) if self.mass else 0.0,
         }

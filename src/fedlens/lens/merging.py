@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedlens.errors import UserError, bad_value, unknown
+from fedlens.lens.norms import l2
 from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.seeding import torch_rng
 
@@ -53,7 +54,7 @@ def clipped_mean(deltas: Tensor, weights: Tensor, *, clip_norm: float | None = N
     """The weighted mean of updates scaled down to norm `clip_norm`; null: the median of the cohort's norms."""
     if clip_norm is not None and not clip_norm > 0:
         raise bad_value("server.clip_norm", clip_norm, "> 0 or null")
-    norms = deltas.norm(dim=1)
+    norms = torch.tensor([l2(delta) for delta in deltas], device=deltas.device, dtype=deltas.dtype)
     bound = norms.median() if clip_norm is None else torch.tensor(clip_norm, device=deltas.device)
     return mean(deltas * (bound / norms.clamp(min=1e-12)).clamp(max=1)[:, None], weights)
 

@@ -24,6 +24,7 @@ from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
 from fedlens.lens.merging import rule as merge_rule
+from fedlens.lens.norms import l2
 from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import choose_ridge
 from fedlens.optim.server import server_step
@@ -157,7 +158,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             if needs_all:
                 updates = iter(ranks.all_updates([_own(u) for u in updates], space.size, max(1, len(present))))
             for update in updates:
-                norm, loss = float(torch.linalg.vector_norm(update.delta)), float(update.loss)
+                norm, loss = l2(update.delta), float(update.loss)
                 if not (np.isfinite(norm) and np.isfinite(loss)):
                     nonfinite += 1
                     log.warning("round %d: the update of client %d is not finite and was dropped", round_ + 1, update.client)
@@ -197,7 +198,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                         share = alpha * rescale * a.samples / sums.weight
                         added[a.client] = share * a.delta + added.get(a.client, 0.0)
                 before, theta = theta, server_step(theta, d, server, replace(cfg.server, lr=alpha))
-                moved = float(torch.linalg.vector_norm(theta - before))
+                moved = l2(theta - before)
             elif present and nonfinite == len(present):
                 raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
             elif cfg.privacy.noise and refused:  # that all were refused is not to be seen

@@ -1,0 +1,31 @@
+"""Norms that can be relied on: torch on a CPU adds twenty million squares in single precision and is 0.1 % short, for absolute values 3 %."""
+
+import math
+
+import torch
+from torch import Tensor
+
+ROW = 4096  # coordinates that are added in single precision; their sums are added in double
+
+
+def l1(vector: Tensor) -> float:
+    """Σ |v_i|."""
+    return _powers(vector, 1)
+
+
+def l2(vector: Tensor) -> float:
+    """‖v‖."""
+    return math.sqrt(squared(vector))
+
+
+def squared(vector: Tensor) -> float:
+    """‖v‖²."""
+    return _powers(vector, 2)
+
+
+def _powers(vector: Tensor, p: int) -> float:
+    flat = vector.flatten()
+    whole = len(flat) // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), p, dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:], p)
+    return float(torch.cat([rows, rest[None]]).cpu().double().pow(p).sum())
