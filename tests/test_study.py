@@ -269,7 +269,6 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     for planned in plan.runs:  # what is kept of a study without its weights is still its tables and figures
         (tmp_path / "s" / "runs" / planned.name / "model.safetensors").unlink()
     assert not Study(plan, tmp_path / "s").run().failures  # nothing failed: the weights are elsewhere
-    (tmp_path / "s" / "analyses").rmdir() if (tmp_path / "s" / "analyses").exists() else None
     (tmp_path / "analyses").rename(tmp_path / "s" / "analyses")
     assert len(gather([tmp_path / "s"]).studies[0].analyses) == 6
 
@@ -508,18 +507,24 @@ def test_one_table_can_be_run_alone(plan_path: Path, tmp_path: Path, capsys: pyt
     assert not found.failures and [len(cell.runs) for cell in found.tables[1].cells] == [1] and found.tuned[0].value is None
 
 
+def raising(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str]:
+    """Experiments of all runs that a study begins; that number `at` raises."""
+    real, calls = runner.execute, list[str]()
+
+    def execute_or_raise(config: Config) -> object:
+        calls.append(config.experiment)
+        if len(calls) == at:
+            raise error
+        return real(config)
+
+    monkeypatch.setattr(runner, "execute", execute_or_raise)
+    return calls
+
+
 def test_what_the_device_stops_is_no_verdict_on_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    real, calls = runner.execute, list[float]()
-
-    def full(config: Config) -> object:
-        calls.append(config.optim.lr)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("out of memory")
-        return real(config)
-
-    monkeypatch.setattr(runner, "execute", full)
+    raising(monkeypatch, 1, torch.OutOfMemoryError("out of memory"))
     found = Study(plan, tmp_path / "s").run()
     plain, heavy = found.tables[0].cells
     assert not plain.runs and len(heavy.runs) == 2 and set(found.failures.values()) == {"tuning: OutOfMemoryError: out of memory"}
@@ -531,19 +536,10 @@ def test_what_the_device_stops_is_no_verdict_on_a_value(tmp_path: Path, monkeypa
 def test_a_study_that_is_killed_while_it_tunes_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    real, calls = runner.execute, list[float]()
-
-    def killed(config: Config) -> object:
-        calls.append(config.optim.lr)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(config)
-
-    monkeypatch.setattr(runner, "execute", killed)
+    calls = raising(monkeypatch, 3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         Study(plan, tmp_path / "s").run()
     assert main(["keep", str(tmp_path / "s"), "--out", str(tmp_path / "kept")]) == 0
-    monkeypatch.setattr(runner, "execute", lambda config: calls.append(config.optim.lr) or real(config))
     found = Study(plan, tmp_path / "kept" / "s").run()
     assert len(calls) == 1 + len(found.trials) + len(found.runs)  # what was kept is not run again; one was killed
 

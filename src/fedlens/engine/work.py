@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlens.config import Config
 from fedlens.data.batches import Augment, Draws, batch_indices
 from fedlens.data.partition import Index
 from fedlens.optim.sgd import LocalRule
@@ -75,6 +76,12 @@ def sample_cohort(seed: int, round_: int, clients: int, participation: float) ->
     """A fraction of the clients without replacement, ascending; at least one."""
     count = max(1, round(participation * clients))
     return sorted(int(c) for c in numpy_rng(seed, "cohort", round_).choice(clients, size=count, replace=False))
+
+
+def training_cohort(config: Config, round_: int) -> list[int]:
+    """Of a round's cohort those that train."""
+    fed = config.federated
+    return [c for c in sample_cohort(config.seed, round_, fed.clients, fed.participation) if fed.trains(c)]
 
 
 def survives(seed: int, round_: int, client: int, dropout_rate: float) -> bool:

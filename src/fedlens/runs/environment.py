@@ -29,11 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, with "+changes" where files differ from it; "unknown" where nothing tells.
-
-    >>> len(commit()) > 6
-    True
-    """
+    """The commit of this code, with "+changes" where files differ from it; "unknown" where nothing tells."""
     return os.environ.get(COMMIT) or commit_of(Path(__file__).parents[1]) or _installed_commit() or "unknown"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlens.engine.work import sample_cohort, survives
+from fedlens.engine.work import survives, training_cohort
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
@@ -146,12 +146,7 @@ def _took_part(where: str, planned: Planned, clients: Sequence[int]) -> None:
     fed = planned.config.federated
     if not fed.client_vectors:
         raise UserError(f"{where} needs what each client added: federated.client_vectors=true")
-    drawn = {
-        c
-        for r in range(fed.rounds)
-        for c in sample_cohort(planned.seed, r, fed.clients, fed.participation)
-        if fed.trains(c) and survives(planned.seed, r, c, fed.dropout_rate)
-    }
+    drawn = {c for r in range(fed.rounds) for c in training_cohort(planned.config, r) if survives(planned.seed, r, c, fed.dropout_rate)}
     if absent := [client for client in clients if client not in drawn]:
         raise UserError(f"{where}: client {absent[0]} takes part in no round of seed {planned.seed}; allowed are {_few(sorted(drawn))}")
 

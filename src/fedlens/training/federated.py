@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import Update, sample_cohort, survives
+from fedlens.engine.work import Update, survives, training_cohort
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
@@ -145,8 +145,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             lr = learning_rate(cfg.optim, round_ / fed.rounds, 1 / fed.rounds)
 
             # --- a cohort, and what each of its clients will do
-            cohort = sample_cohort(cfg.seed, round_, fed.clients, fed.participation)
-            cohort = [c for c in cohort if fed.trains(c)]
+            cohort = training_cohort(cfg, round_)
             present = [c for c in cohort if survives(cfg.seed, round_, c, fed.dropout_rate)]
             counts["dropped"] += len(cohort) - len(present)
 

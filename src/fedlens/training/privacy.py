@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlens.config import Config
-from fedlens.engine.work import sample_cohort
+from fedlens.engine.work import training_cohort
 from fedlens.errors import UserError
 from fedlens.seeding import torch_rng
 
@@ -30,9 +30,8 @@ class Privacy:
 
     def catch_up(self, rounds: int) -> None:
         """Count the cohorts of the rounds before this process."""
-        fed = self.config.federated
         for r in range(rounds if self.known.noise else 0):
-            self.sampled([c for c in sample_cohort(self.config.seed, r, fed.clients, fed.participation) if fed.trains(c)])
+            self.sampled(training_cohort(self.config, r))
 
     def sampled(self, cohort: Sequence[int]) -> None:
         if self.known.noise:
