@@ -416,6 +416,7 @@ def test_every_number_is_a_macro(tmp_path: Path) -> None:
     assert float(defined["lens/masks-of-all-at-nc-1/sparse-one/p"]) < 0.05 and "lens/masks-of-all-at-nc-1/dense/p" not in defined
     assert defined["lens/masks-of-all-at-nc-1/sparse-one/share key"] == "75" and "lens/masks-of-all-at-nc-1/dense/share key" not in defined
     assert defined["lens/masks-of-all-iid/sparse-one/n"] == "2" and defined["lens/masks-of-all-iid/sparse-one/drift_ratio"] == "0.52"
+    assert defined["lens/masks-of-all-iid/sparse-one/first drift_ratio"] == "0.51"
     assert defined["lens/masks-of-all-at-nc-1/dense/minus sparse-one"] == r"$-10.33\,[-11.77,\,-8.90]$"
     assert defined["lens/masks-of-all-at-nc-1/dense/times sparse-one"] == "1"
 

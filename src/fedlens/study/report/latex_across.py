@@ -21,13 +21,13 @@ from fedlens.study.report.latex_tables import (
 from fedlens.study.report.markdown import GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, unique
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
-from fedlens.study.statistics import compare, summarise
+from fedlens.study.statistics import Summary, compare, summarise
 
 NUMBERS = "numbers"
 AGREEMENT = ("cosine", "sign_conflict")  # the drift ratio follows from the cosine where updates are equally long
 MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test accuracy in percent, \lens[KEY]{TABLE}{CELL} another number of that cell
 % (mean, sd, n, low, high, val, lr; p, of its difference to the table's first cell; client_norm, cosine, sign_conflict, drift_ratio, means over
-% rounds; share KIND, percent of its mask that is of this kind of weight: those that it has),
+% rounds, and first cosine and so on in the first; share KIND, percent of its mask that is of this kind of weight: those that it has),
 % \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
 % \lens[times OTHER]{TABLE}{CELL} how many times as long CELL's updates are (mean norm over rounds) as OTHER's,
 % \lens[NUMBER]{STUDY-KIND}{CELLS} of analyses: KIND sweep or interpolate (start, end, chosen, alpha), interference (cosine, sign conflict, xi), masks (iou, chance),
@@ -110,7 +110,15 @@ def _of_cell(cell: CellResult) -> dict[str, str]:
     if length := cell.over_rounds(LENGTH):
         found[LENGTH] = f"{length.mean:.2g}"
     found |= {f"share {kind}": f"{share:.0f}" for kind, share in mask_shares(cell)[1].items()}
-    return found | {key: f"{s.mean:z.2f}" for key in GEOMETRY if (s := cell.over_rounds(key))}
+    for key in GEOMETRY:
+        if mean := cell.over_rounds(key):
+            found |= {key: f"{mean.mean:z.2f}", f"first {key}": f"{_at_first(cell, key).mean:z.2f}"}
+    return found
+
+
+def _at_first(cell: CellResult, key: str) -> Summary:
+    """What the first round has, over seeds."""
+    return summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
 
 
 def _of_measured(each: Measured) -> dict[str, str]:
@@ -199,9 +207,8 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
     for i, cell in enumerate(cells):
         pairs = []
         for key in AGREEMENT:
-            first = summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
             mean = cell.over_rounds(key)
-            pairs += [f"${first.mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
+            pairs += [f"${_at_first(cell, key).mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
         rows.append(row(escape(shown(cell.label)), *(entries[i] for entries in singles.values()), *pairs))
     start = 2 + len(singles)
     spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(AGREEMENT)))
