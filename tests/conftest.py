@@ -18,7 +18,12 @@ torch.set_num_threads(1)
 
 
 def small_folder() -> Path:
-    """A tenth of the embedded images as an image folder: a real data set that an epoch of the packaged backbone passes in a second."""
+    """A tenth of the embedded images as an image folder: a real data set that an epoch of the packaged backbone passes in a second.
+
+    The process that makes it removes it; workers and the processes that tests start use the same one.
+    """
+    if made := os.environ.get("FEDLENS_TESTS_SMALL"):
+        return Path(made)
     from PIL import Image
 
     from fedlens.data.dataset import load_dataset
@@ -26,6 +31,7 @@ def small_folder() -> Path:
     data = load_dataset("fashion_mini", val_fraction=0.0)
     root = Path(tempfile.mkdtemp(prefix="fedlens-tests-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
+    os.environ["FEDLENS_TESTS_SMALL"] = str(root)
     for name, split, count in (("train", data.train, 600), ("test", data.test, 100)):
         for i in range(count):
             folder = root / name / str(int(split.labels[i]))
