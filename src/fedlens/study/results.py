@@ -151,6 +151,12 @@ class Tuned:
     tried: list[tuple[float, float | None]]  # value, validation accuracy; None: failed
     runs: list[RunResult]
 
+    @property
+    def at_an_end(self) -> bool:
+        """Nothing was tried on one side of the chosen value: it may have more to give."""
+        values = [value for value, _ in self.tried]
+        return self.value is not None and self.value in (min(values), max(values))
+
 
 @dataclass(frozen=True)
 class StudyResult:

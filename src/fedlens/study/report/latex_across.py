@@ -18,7 +18,7 @@ from fedlens.study.report.latex_tables import (
     row,
     table_float,
 )
-from fedlens.study.report.markdown import GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, unique
+from fedlens.study.report.markdown import END, GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, tuned_rows, unique
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, compare, summarise
@@ -38,7 +38,7 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 
 
 def across_tables(gathered: Gathered) -> Iterator[TableFile]:
-    """Of every study its tables side by side where they have the same cells; of every table the geometry of its updates."""
+    """Of every study its tables side by side where they have the same cells; of every table the geometry of its updates and what tuning tried."""
     stems, names = table_stems(gathered), unique([study.name for study in gathered.studies])
     for i, study in enumerate(gathered.studies):
         together = _alike(study)
@@ -48,6 +48,8 @@ def across_tables(gathered: Gathered) -> Iterator[TableFile]:
             cells = [cell for cell in table.cells if all(cell.over_rounds(key) for key in GEOMETRY)]
             if len(cells) > 1:
                 yield _geometry(table, cells, f"{stems[i][j]}-geometry", i, j)
+            if tuned := tuned_rows(study, table):
+                yield _tuned(table, tuned, f"{stems[i][j]}-tuned", i, j)
         for kind, found in over_seeds(study).items():
             yield _measured(study, found, f"{names[i]}-{kind}", i)
 
@@ -224,3 +226,15 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
     )
     text = table_float(name, caption, f"{label_column(1.1)}{'r' * len(singles)}{'rr' * len(AGREEMENT)}", head, rows, wide=False)
     return TableFile(name, text, f"tab:{name}", study, number, "geometry", False, 1.2 + 0.25 * len(rows))
+
+
+def _tuned(table: TableResult, found: Sequence[Sequence[str]], name: str, study: int, number: int) -> TableFile:
+    """How every cell came to its value."""
+    rows = [row(*map(escape, each)) for each in found]
+    caption = (
+        f"{escape(shown(table.name))}: values chosen on validation in short runs, one each ($n = 1$), and what was tried with its validation accuracy in percent; "
+        f"the test set was not read.{' An end: nothing was tried beyond it.' if any(END in each[2] for each in found) else ''}"
+    )
+    columns = f"{label_column(1.4)}{label_column(0.8)}{label_column(1.1)}{label_column(3.2)}"
+    text = table_float(name, caption, columns, [row("", "key", "value", "tried")], rows, wide=True)
+    return TableFile(name, text, f"tab:{name}", study, number, "tuned", True, 1.0 + 0.3 * len(rows))

@@ -94,7 +94,7 @@ class TableFile:
     label: str
     study: int | None  # its place among the studies; None: searches
     table: int | None
-    kind: str  # cells, full, grid, paired, searches; together, geometry, measured (latex_across.py)
+    kind: str  # cells, full, grid, paired, searches; together, geometry, measured, tuned (latex_across.py)
     wide: bool
     height: float  # inches, about
 
