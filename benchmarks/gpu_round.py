@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.engine.cohort import Cohort
 from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import plan_round, sample_cohort

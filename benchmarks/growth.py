@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.data.partition import partition
 from fedlens.engine import choose_engine
 from fedlens.engine.work import plan_round, sample_cohort

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 import fedlens
 from fedlens import cli, config
+from fedlens.composing import choices
 from fedlens.data import SOURCES
 from fedlens.data.partition import SCHEMES
 from fedlens.lens.masks import STRATEGIES
@@ -109,14 +110,14 @@ def remark(file: Path) -> str:
 
 
 def group(name: str) -> Callable[[], str]:
-    return lambda: table([f"`{name}=`", ""], ([f"`{choice}`", remark(CONF / name / f"{choice}.yaml")] for choice in config.choices(name)))
+    return lambda: table([f"`{name}=`", ""], ([f"`{choice}`", remark(CONF / name / f"{choice}.yaml")] for choice in choices(name)))
 
 
 def questions(name: str) -> Callable[[], str]:
     """Of studies and searches: what they ask, and where."""
 
     def rows() -> Iterable[list[str]]:
-        for choice in config.choices(name):
+        for choice in choices(name):
             plan = OmegaConf.load(CONF / name / f"{choice}.yaml")
             where = ", ".join(plan["where"]) if "where" in plan else f"all of {', '.join(plan.get('include', []))}"
             yield [f"`{choice}`", str(plan.get("question", "")), where]

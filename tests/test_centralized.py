@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import EMBEDDED, FAST
 
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.data.batches import batch_indices
 from fedlens.errors import UserError
 from fedlens.models import create_model

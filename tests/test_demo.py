@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedlens as fl
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.lens.masks import STRATEGIES, Mask
 from fedlens.study import chapters
 from fedlens.study import demo as module

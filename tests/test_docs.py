@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedlens.cli import parser
-from fedlens.config import choices, compose, normalise
+from fedlens.composing import choices, compose, normalise
 from fedlens.data import SOURCES
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import read_plan

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from test_runs import finished, killed_and_resumed, same, without_time
 
 import fedlens as fl
-from fedlens.config import ServerConfig, compose
+from fedlens.composing import compose
+from fedlens.config import ServerConfig
 from fedlens.data.partition import partition
 from fedlens.engine import sequential
 from fedlens.engine.cohort import Cohort

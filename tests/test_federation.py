@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import fedlens as fl
-from fedlens.config import compose, to_yaml
+from fedlens.composing import compose, to_yaml
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
 from fedlens.engine.flower.programs import SitesOnly

@@ -127,7 +127,7 @@ def test_log_lines_are_timestamp_level_message(fast_run: Callable[..., Any]) -> 
 
 
 def test_the_saved_configuration_reproduces_the_run(fast_run: Callable[..., Any], tmp_path: Path) -> None:
-    from fedlens.config import from_file
+    from fedlens.composing import from_file
     from fedlens.identity import identity
     from fedlens.training.execute import execute
 

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from conftest import FAST
 
-from fedlens.config import Config, choices, compose
+from fedlens.composing import choices, compose
+from fedlens.config import Config
 from fedlens.errors import UserError
 from fedlens.study import search as search_module
 from fedlens.study import search_space

@@ -10,7 +10,7 @@ import torch
 from conftest import FAST
 
 import fedlens as fl
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
 from fedlens.identity import identity

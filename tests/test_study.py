@@ -16,7 +16,8 @@ from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.config import Config, choices, compose
+from fedlens.composing import choices, compose
+from fedlens.config import Config
 from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.runs.store import write_json

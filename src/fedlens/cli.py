@@ -15,7 +15,7 @@ log = logging.getLogger("fedlens")
 
 
 def run_command(args: argparse.Namespace) -> int:
-    from fedlens.config import compose, from_file
+    from fedlens.composing import compose, from_file
     from fedlens.training.execute import execute
 
     if args.multirun:
@@ -24,7 +24,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.config and not any(o.startswith("run.dir=") for o in args.overrides):
         config.run.dir = None  # a configuration from another run's folder makes a new run
     if args.print_config:
-        from fedlens.config import to_yaml
+        from fedlens.composing import to_yaml
 
         print(to_yaml(config), end="")
         return 0
@@ -37,7 +37,7 @@ def multirun(overrides: Sequence[str]) -> int:
     import hydra
     from omegaconf import DictConfig
 
-    from fedlens.config import normalise, to_config
+    from fedlens.composing import normalise, to_config
     from fedlens.training.execute import execute
 
     wanted = normalise(overrides)
@@ -144,7 +144,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from fedlens.config import compose
+    from fedlens.composing import compose
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import label_counts, partition, partition_stats
     from fedlens.study.figures import partition_figure

@@ -1,24 +1,12 @@
-"""The typed configuration: its schema, how it is composed from Hydra's YAML and overrides, and its validation.
+"""The typed configuration: its schema and its validation. Every key is declared here; composing.py makes one from YAML and overrides."""
 
-Every key is declared here; an unknown one is an error that names the nearest. `compose` is what both `fedlens run` and
-`fl.run` call; `from_file` reads the configuration that a run folder keeps.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
-from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.errors import UserError, bad_value
 from fedlens.lens.bitmap import KINDS
 from fedlens.lens.masks import STRATEGIES
 from fedlens.lens.merging import RULES
@@ -191,8 +179,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-ConfigStore.instance().store(name="schema", node=Config)
-GROUPS = ("experiment", "data", "model")
 SCORED = ("least_sensitive", "most_sensitive", "random_layerwise")  # strategies that look at images
 
 Check = tuple[str, Callable[[Any], bool], str]
@@ -348,108 +334,3 @@ def known_keys(node: Any = None, prefix: str = "") -> list[str]:
         if isinstance(child, dict):
             keys += known_keys(node[name], f"{prefix}{name}.")
     return keys
-
-
-def choices(group: str) -> list[str]:
-    """The YAML files of a config group."""
-    return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
-
-
-def _other_kinds(value: str) -> list[str]:
-    given = [kind.strip() for kind in value.strip().removeprefix("[").removesuffix("]").split(",")]
-    if wrong := next((kind for kind in given if kind not in KINDS), None):
-        raise unknown("mask.within", wrong, KINDS)
-    return [kind for kind in KINDS if kind not in given]
-
-
-def normalise(overrides: Sequence[str]) -> list[str]:
-    """Check each override's key before Hydra sees it, and spell out our shorthands.
-
-    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts; `sparsity=0.9` (or
-    `mask.sparsity`) is `mask.density=0.1`, for every strategy alike, in sweeps too; `mask.within=[value]` is `mask.without` of all other kinds.
-    """
-    keys = set(known_keys())
-    done: list[str] = []
-    for text in overrides:
-        name, _, value = text.partition("=")
-        if name in ("model", "data") and value.startswith(("timm:", "hf:")):
-            done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name='{value}'"]
-            continue
-        if name in ("sparsity", "mask.sparsity", "density"):
-            text = f"mask.density={value if name == 'density' else _densities(text, value)}"
-        if name == "mask.within":
-            text = f"mask.without=[{','.join(_other_kinds(value))}]"
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            raise UserError(f"override: {text!r} is not key=value ({first_line(error)})") from None
-        key = str(parsed.key_or_group)
-        if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
-            raise UserError(f"override: {text!r} given, allowed is key=value (keys can be neither added nor deleted)")
-        if key in GROUPS:
-            if not parsed.is_sweep_override() and value not in choices(key):
-                raise unknown(key, value, choices(key))
-        elif not key.startswith("hydra") and key not in keys:
-            raise unknown("key", key, keys)
-        done.append(text)
-    return done
-
-
-def _densities(text: str, value: str) -> str:
-    try:
-        return ",".join(repr(round(1 - float(v), 12)) for v in value.split(","))
-    except ValueError:
-        raise UserError(f"override: {text!r} given, allowed is a number below 1, the fraction that does not train") from None
-
-
-def compose(overrides: Sequence[str]) -> Config:
-    """Overrides as on the command line -> a validated configuration."""
-    wanted = normalise(overrides)
-    try:
-        GlobalHydra.instance().clear()
-        with initialize_config_module("fedlens.conf", version_base="1.3"):
-            return to_config(hydra_compose("config", wanted))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"override: {_what_failed(error, wanted)}") from None
-
-
-def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
-    """Hydra's message without its stack: which value did not fit which type."""
-    cause = error.__cause__ or error
-    line = first_line(cause)
-    key = getattr(cause, "full_key", None) or next((o for o in overrides if o.split("=")[0] in str(error)), "")
-    return f"{key}: {line}" if key and key not in line else line
-
-
-def to_config(composed: DictConfig) -> Config:
-    try:
-        whole = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        config = OmegaConf.to_object(whole)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from None
-    assert isinstance(config, Config)
-    return validate(config)
-
-
-def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave."""
-    try:
-        saved = OmegaConf.load(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"config: {path} cannot be read ({error})") from None
-    except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"config: {path} is not YAML ({first_line(error)})") from None
-    if not isinstance(saved, DictConfig):
-        raise UserError(f"config: {path} is not a mapping of keys")
-    keys = set(known_keys())
-    for name in overrides:
-        if name.split("=")[0] not in keys:
-            raise unknown("key", name.split("=")[0], keys)
-    try:
-        return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides))))  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
-        raise UserError(f"config: {first_line(error)}") from None
-
-
-def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))

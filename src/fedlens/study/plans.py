@@ -31,7 +31,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.config import Config, choices, compose, known_keys
+from fedlens.composing import choices, compose
+from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from fedlens.config import from_file, to_yaml
+from fedlens.composing import from_file, to_yaml
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json

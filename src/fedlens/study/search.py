@@ -20,7 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlens.config import Config, from_file, to_yaml
+from fedlens.composing import from_file, to_yaml
+from fedlens.config import Config
 from fedlens.errors import UserError, first_line
 from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar

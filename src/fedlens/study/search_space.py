@@ -25,7 +25,8 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.config import Config, choices, compose, known_keys, normalise, to_config
+from fedlens.composing import choices, compose, normalise, to_config
+from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
 
 SPACE_KEYS = {"question", "where", "set", "space", "trials", "seed", "pruning"}

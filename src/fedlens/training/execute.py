@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlens.config import Config, compose, from_file, to_yaml
+from fedlens.composing import compose, from_file, to_yaml
+from fedlens.config import Config
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError
 from fedlens.identity import identity

@@ -19,7 +19,7 @@ from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.node import OPERATIONS, Place, answer
 from fedlens.engine.flower.programs import TIED

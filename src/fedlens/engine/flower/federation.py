@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedlens.config import Config, RunConfig, to_yaml
+from fedlens.composing import to_yaml
+from fedlens.config import Config, RunConfig
 from fedlens.engine.flower.node import SETUP, backbone_digest, setup_shapes, whole_space
 from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, from_upper
 from fedlens.engine.work import Offsets, Update

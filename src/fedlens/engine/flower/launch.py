@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedlens.config import compose
+from fedlens.composing import compose
 from fedlens.engine.flower.node import OWN
 from fedlens.engine.flower.programs import TIED
 from fedlens.errors import UserError, bad_value

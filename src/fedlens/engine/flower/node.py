@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from fedlens import __version__
-from fedlens.config import Config, to_config
+from fedlens.composing import to_config
+from fedlens.config import Config
 from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
 from fedlens.data.folder import load_folder
 from fedlens.data.partition import Index
