@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -465,7 +466,9 @@ def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
     assert {p.config.optim.lr for p in settled(plan, [climb]).runs} == {0.1} and len(plan.runs) == 4
 
 
-def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_tunes_first_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
     assert main(["study", str(tmp_path / "p.yaml"), "--plan", "--out", str(tmp_path / "s"), *QUICK]) == 0
@@ -486,6 +489,10 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(tmp_path: Path, monkeypatc
     monkeypatch.setattr(runner, "execute", lambda config: ran.append((config.optim.lr, config.train.test)) or real(config))
     study = Study(plan, tmp_path / "s")
     found = study.run()
+    told = capsys.readouterr().err  # where there is no terminal: what is done, what it came to, what is left
+    assert re.search(r"tuning: 1 of \d+.*: (plain|heavy), optim.lr [\d.]+: \d+\.\d\d % on validation, \d+ s", told)
+    assert re.search(r"p: 1 of 4, \d+ (s|min) left: plain, seed 0: \d+\.\d\d % on the test set, \d+ s", told)
+    assert re.search(r"p: 4 of 4: heavy, seed 1: ", told)
     assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs) and len(found.runs) == 4  # nothing twice
     assert [tuned.value for tuned in found.tuned] == [p.config.optim.lr for p in study.plan.runs[::2]]
     assert all(dict(tuned.tried)[tuned.value] == max(score or 0 for _, score in tuned.tried) for tuned in found.tuned)

@@ -1,12 +1,16 @@
-"""Progress for people: a bar on a terminal, nothing elsewhere (the log has the lines)."""
+"""Progress for people: a bar on a terminal. Elsewhere nothing, as a run's log has the lines; of a study a line for every run, with the time that is left."""
 
+import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+log = logging.getLogger("fedlens")
 
 
 class Bar(Protocol):
@@ -16,6 +20,18 @@ class Bar(Protocol):
 class _Silent:
     def advance(self, steps: int = 1, note: str | None = None) -> None:
         return
+
+
+class _Lines:
+    def __init__(self, title: str, total: int, done: int) -> None:
+        self.title, self.total, self.done, self.here = title, total, done, 0
+        self.began = time.monotonic()
+
+    def advance(self, steps: int = 1, note: str | None = None) -> None:
+        self.done, self.here = self.done + steps, self.here + steps
+        left = (time.monotonic() - self.began) / self.here * (self.total - self.done)
+        soon = f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left > 0 else ""
+        log.info("%s: %d of %d%s%s", self.title, self.done, self.total, soon, f": {note}" if note else "")
 
 
 class _Rich:
@@ -30,9 +46,9 @@ class _Rich:
 
 
 @contextmanager
-def progress_bar(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Bar]:
+def progress_bar(title: str, total: int, done: int = 0, show: bool = True, lines: bool = False) -> Iterator[Bar]:
     if not show or not sys.stderr.isatty():
-        yield _Silent()
+        yield _Lines(title, total, done) if show and lines else _Silent()
         return
     columns = (
         TextColumn("{task.description}"),

@@ -87,14 +87,14 @@ class Study:
         total = len({p.name for p in self.plan.runs if p.cell.table in self.tables})
         log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
         self._tell()
-        with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo)) as bar:
+        with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo), lines=True) as bar:
             for planned, error in self._executed(todo):
                 self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
                 if error is None:
                     shutil.rmtree(
                         self.path(planned) / CHECKPOINTS, ignore_errors=True
                     )  # what a finished run needs is in its model.safetensors
-                bar.advance(1, planned.cell.label)
+                bar.advance(1, f"{planned.cell.label}, seed {planned.seed}{self._came_to(planned)}")
         self._analyse()
         self._tell()
         return read_study(self.folder)
@@ -106,8 +106,9 @@ class Study:
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
         while going := [c for c in self.climbs if c.next and c.tune.cell.table in self.tables and not self._halted(c, stopped)]:
             todo = {trial.name: trial for climb in going for trial in map(climb.tune.trial, climb.next)}
+            value = {climb.tune.trial(k).name: f"{climb.tune.key} {climb.tune.value(k):g}" for climb in going for k in climb.next}
             log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), len(going))
-            with progress_bar("tuning", len(todo)) as bar:
+            with progress_bar("tuning", len(todo), lines=True) as bar:
                 for trial, error in self._executed(list(todo.values())):
                     if isinstance(error, Broken):
                         stopped[trial.name] = error
@@ -119,7 +120,7 @@ class Study:
                             weights.unlink()
                     self._settle()
                     self._tell()
-                    bar.advance(1, trial.cell.label)
+                    bar.advance(1, f"{trial.cell.label}, {value[trial.name]}{self._came_to(trial)}")
         for climb in self.climbs:
             why = self._halted(climb, stopped)
             if why is None and climb.value is None and not climb.next:
@@ -132,6 +133,16 @@ class Study:
     def _halted(self, climb: Climb, stopped: Mapping[str, str]) -> str | None:
         """Why this cell's search cannot go on now."""
         return next((f"{TUNING}{stopped[t.name]}" for t in map(climb.tune.trial, climb.next) if t.name in stopped), None)
+
+    def _came_to(self, planned: Planned) -> str:
+        """ ": 89.15 % on the test set, 58 s" of a run that is finished."""
+        summary = _read(self.path(planned) / "summary.json")
+        found = [
+            (summary[key], name)
+            for key, name in (("test_accuracy", "the test set"), ("val_accuracy", "validation"))
+            if summary.get(key) is not None
+        ]
+        return f": {100 * found[0][0]:.2f} % on {found[0][1]}, {summary['seconds']:.0f} s" if found else ""
 
     def _note(self, name: str, label: str, error: str | None) -> None:
         if error is not None:
@@ -146,13 +157,13 @@ class Study:
         if without:
             log.info("%d analyses are left out: the weights of their runs are not in %s", len(without), self.folder)
         todo = [w for w in todo if w not in without]
-        with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo)) as bar:
+        with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo), lines=True) as bar:
             for each in todo:
                 (self.folder / each.file).parent.mkdir(exist_ok=True)
                 with quiet():
                     error = _attempt(lambda each=each: write_json(self.folder / each.file, each.measure(self.folder / "runs")))  # type: ignore[misc]
                 self._note(each.file, f"{each.title}, seed {each.seed}", error)
-                bar.advance(1, each.title)
+                bar.advance(1, f"{each.title}, seed {each.seed}")
 
     def _tell(self) -> None:
         """study.json: what was planned. Run folders and analyses are found by what it says."""

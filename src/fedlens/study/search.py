@@ -162,7 +162,7 @@ class Search:
     def _try(self) -> None:
         total, done = self.space.trials, len(self.finished())
         log.info("search %s on %s: %d trials, %d of them to do", self.space.name, self.space.place, total, max(0, total - done))
-        with progress_bar(self.space.name, max(total, done), done) as bar:
+        with progress_bar(self.space.name, max(total, done), done, lines=True) as bar:
             while done < total:
                 asked = [self._ask(done + i) for i in range(min(self.jobs, total - done) if done else 1)]  # the default alone
                 for trial, outcome in zip(asked, self._conducted(asked), strict=True):
