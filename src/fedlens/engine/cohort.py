@@ -7,6 +7,7 @@ tensors without active entries are such; of the others only the active entries a
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -115,6 +116,7 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 
         limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, limit, max(64, getattr(dynamo, limit)))  # every pattern of masked tensors is code of its own
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # single precision is asked for where bits matter
         _COMPILED[key] = copy.deepcopy(model)
         for block in _COMPILED[key].blocks:  # type: ignore[union-attr]
             block.compile(dynamic=False)
