@@ -176,6 +176,12 @@ def test_a_small_table_in_markdown_is_exact(tmp_path: Path) -> None:
     assert "| sparse one | +6.33 | [4.90, 7.77] | 3 | 0.0028 | 0.0028 |" in text
 
 
+def test_a_table_without_clients_has_no_columns_of_traffic(tmp_path: Path) -> None:
+    cells: list[Cell] = [("central", "central", {}, [0.80, 0.82]), ("again", "central", {}, [0.70, 0.72])]
+    text = markdown_report(gather([make_study(tmp_path / "s", {"in one place": cells})]))
+    assert "| cell | test accuracy | validation accuracy |\n" in text and "MB up" not in text and "The target" not in text
+
+
 def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_path: Path, blank: None) -> None:
     tables: dict[str, Sequence[Cell]] = {"t": [("a", "a", {}, [0.5, 0.6]), ("b", "b", {}, [None, 0.7]), ("c", "c", {}, [None, None])]}
     failures = {"run-0-1-0": "the disk of /home/me/runs/x/model.safetensors is full"}

@@ -1,6 +1,7 @@
 """Plans of many runs and their execution."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -467,7 +468,7 @@ def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
 
 
 def test_a_study_tunes_first_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
@@ -488,8 +489,12 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(
     assert not any(test for _, test in ran)
     monkeypatch.setattr(runner, "execute", lambda config: ran.append((config.optim.lr, config.train.test)) or real(config))
     study = Study(plan, tmp_path / "s")
+    log, level = logging.getLogger("fedlens"), logging.getLogger("fedlens").level
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    log.setLevel("INFO")
     found = study.run()
-    told = capsys.readouterr().err  # where there is no terminal: what is done, what it came to, what is left
+    log.setLevel(level)
+    told = "\n".join(caplog.messages)  # where there is no terminal: what is done, what it came to, what is left
     assert re.search(r"tuning: 1 of \d+.*: (plain|heavy), optim.lr [\d.]+: \d+\.\d\d % on validation, \d+ s", told)
     assert re.search(r"p: 1 of 4, \d+ (s|min) left: plain, seed 0: \d+\.\d\d % on the test set, \d+ s", told)
     assert re.search(r"p: 4 of 4: heavy, seed 1: ", told)
