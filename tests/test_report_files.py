@@ -432,12 +432,7 @@ def test_what_tuning_tried_is_told_and_a_choice_at_an_end_is_marked(tmp_path: Pa
     content = json.loads((folder / "study.json").read_text())
     shared = {"table": "three models", "key": "optim.lr", "runs": []}
     content["tuned"] = [
-        shared
-        | {
-            "label": "dense",
-            "value": 0.03,
-            "tried": [[0.01, 0.7], [0.03, 0.72], [0.09, None]],
-        },  # above it nothing trains: that is a worse side
+        shared | {"label": "dense", "value": 0.03, "tried": [[0.01, 0.7], [0.03, 0.72], [0.09, None]]},  # what fails is worse
         shared | {"label": "sparse one", "value": 0.3, "tried": [[0.03, 0.7], [0.1, 0.71], [0.3, 0.72]]},
         shared | {"label": "central", "value": None, "tried": [[0.01, None]]},
     ]
@@ -445,15 +440,11 @@ def test_what_tuning_tried_is_told_and_a_choice_at_an_end_is_marked(tmp_path: Pa
     found = gather([folder])
     assert [tuned.at_an_end for tuned in found.studies[0].tuned] == [False, True, False]
     text = markdown_report(found)
-    assert (
-        "| dense | optim.lr | 0.03 | 0.01: 70.00, 0.03: 72.00, 0.09: failed |" in text
-        and "| sparse one | optim.lr | 0.3 (an end) |" in text
-    )
+    assert "| dense | optim.lr | 0.03 | 0.01: 70.00, 0.03: 72.00, 0.09: failed |" in text
+    assert "| sparse one | optim.lr | 0.3 (an end) |" in text
     (table,) = [table for table in across_tables(found) if table.kind == "tuned"]
-    assert (
-        table.name == "toy-three-models-tuned"
-        and r"sparse one & optim.lr & 0.3 (an end) & 0.03: 70.00, 0.1: 71.00, 0.3: 72.00 \\" in table.text
-    )
+    assert table.name == "toy-three-models-tuned"
+    assert r"sparse one & optim.lr & 0.3 (an end) & 0.03: 70.00, 0.1: 71.00, 0.3: 72.00 \\" in table.text
     assert r"central & optim.lr & — & 0.01: failed" in table.text and "An end: nothing was tried beyond it." in table.text
     assert "0.3 (an end)" in html_report(found)
 

@@ -489,11 +489,9 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(
     assert not any(test for _, test in ran)
     monkeypatch.setattr(runner, "execute", lambda config: ran.append((config.optim.lr, config.train.test)) or real(config))
     study = Study(plan, tmp_path / "s")
-    log, level = logging.getLogger("fedlens"), logging.getLogger("fedlens").level
-    monkeypatch.setattr(log, "handlers", [caplog.handler])
-    log.setLevel("INFO")
+    monkeypatch.setattr(logging.getLogger("fedlens"), "handlers", [caplog.handler])
+    caplog.set_level("INFO", "fedlens")
     found = study.run()
-    log.setLevel(level)
     told = "\n".join(caplog.messages)  # where there is no terminal: what is done, what it came to, what is left
     assert re.search(r"tuning: 1 of \d+.*: (plain|heavy), optim.lr [\d.]+: \d+\.\d\d % on validation, \d+ s", told)
     assert re.search(r"p: 1 of 4, \d+ (s|min) left: plain, seed 0: \d+\.\d\d % on the test set, \d+ s", told)

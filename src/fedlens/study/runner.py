@@ -105,8 +105,9 @@ class Study:
         stopped: dict[str, str] = {}
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
         while going := [c for c in self.climbs if c.next and c.tune.cell.table in self.tables and not self._halted(c, stopped)]:
-            todo = {trial.name: trial for climb in going for trial in map(climb.tune.trial, climb.next)}
-            value = {climb.tune.trial(k).name: f"{climb.tune.key} {climb.tune.value(k):g}" for climb in going for k in climb.next}
+            tries = [(climb.tune, k) for climb in going for k in climb.next]
+            todo = {tune.trial(k).name: tune.trial(k) for tune, k in tries}
+            value = {tune.trial(k).name: f"{tune.key} {tune.value(k):g}" for tune, k in tries}
             log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), len(going))
             with progress_bar("tuning", len(todo), lines=True) as bar:
                 for trial, error in self._executed(list(todo.values())):
