@@ -36,7 +36,7 @@ def forget_client(
 
     without: runs to compare with, of which one that excluded this client and no other was trained as if it had never been there.
     """
-    tau, lab = client_vector(run, client), Lab(run, device, root)
+    tau, lab = run.client_vectors([client])[client], Lab(run, device, root)
     classes, shared = held_classes(lab, client)
     found = forget(lab, tau, classes, keep=keep, grid=grid)
     names = lab.bench.dataset.class_names
@@ -114,13 +114,6 @@ def measure(lab: Lab, split: Split, name: str, classes: Sequence[int]) -> Callab
     if empty := next((which for which, bank in banks.items() if not len(bank)), None):
         raise UserError(f"client: it holds {_listed(lab.bench.dataset.class_names, classes)}, which leaves {empty} without images")
     return lambda theta: {which: lab.evaluate(theta, bank)[1] for which, bank in banks.items()}
-
-
-def client_vector(run: Run, client: int) -> TaskVector:
-    vectors = run.client_vectors()
-    if client not in vectors:
-        raise bad_value("client", client, f"one that added to the final model: {', '.join(map(str, vectors))}")
-    return vectors[client]
 
 
 def held_classes(lab: Lab, client: int) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from fedlens.lens.geometry import cosines, disentanglement, drift_ratio, lineari
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.progress import progress_bar
 from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation
-from fedlens.study.forget import client_vector, holdings
+from fedlens.study.forget import holdings
 from fedlens.training.execute import Run
 from fedlens.training.sparse import evenly
 
@@ -61,7 +61,7 @@ def interference_of_clients(
     """Clients of one run; each is measured on validation images of the classes that it holds."""
     if len(set(clients)) < 2 or len(set(clients)) < len(clients):
         raise bad_value("clients", list(clients), "two or more, each once")
-    vectors = {f"client {k}": client_vector(run, k) for k in clients}
+    vectors = {f"client {k}": vector for k, vector in run.client_vectors(clients).items()}
     lab = Lab(run, device, root)
     holds = holdings(lab)
     banks = [task_images(lab, np.flatnonzero(holds[k]).tolist(), samples) for k in clients]

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlens.composing import compose, from_file, to_yaml
 from fedlens.config import Config
 from fedlens.engine.ranks import Ranks
-from fedlens.errors import UserError
+from fedlens.errors import UserError, bad_value
 from fedlens.identity import identity
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
@@ -77,12 +77,15 @@ class Run:
         """τ = θ_T − θ₀: what the run learned."""
         return TaskVector.between(self.start, self.state)
 
-    def client_vectors(self) -> dict[int, TaskVector]:
-        """With federated.client_vectors: what each client added to the final model."""
+    def client_vectors(self, of: Iterable[int] | None = None) -> dict[int, TaskVector]:
+        """With federated.client_vectors: what each client, or each of these in their order, added to the final model."""
         files = {int(file.stem): file for file in (self.path / CLIENTS_FOLDER).glob("*.safetensors")}
         if not files:
             raise UserError(f"run: {self.path} kept no client vectors; run it with federated.client_vectors=true")
-        return {client: TaskVector.load(files[client]) for client in sorted(files)}
+        wanted = sorted(files) if of is None else list(of)
+        if strange := [client for client in wanted if client not in files]:
+            raise bad_value("client", strange[0], f"one that added to the final model: {', '.join(map(str, sorted(files)))}")
+        return {client: TaskVector.load(files[client]) for client in wanted}
 
     def resume(self) -> "Run":
         """Go on from the last sound checkpoint; a finished run is left as it is."""
