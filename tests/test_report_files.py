@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from fedlens.errors import UserError
 from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
-from fedlens.study.report.figures import FigureFile, length_figure, write_figures
+from fedlens.study.report.figures import FigureFile, forgotten_figure, length_figure, write_figures
 from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
 from fedlens.study.report.latex_across import across_tables, numbers
@@ -394,6 +394,48 @@ def test_tables_with_the_same_cells_stand_side_by_side(tmp_path: Path) -> None:
     row = next(line for line in lines if line.startswith("sparse one"))
     assert r"$\mathbf{82.00 \pm 2.00}^{\dagger}$" in row and r"$85.50 \pm 0.71$" in row and row.index("82.00") < row.index("85.50")
     assert "$n{=}3$" in row and "$n{=}2$" in row
+
+
+def test_tables_with_other_cells_stand_below_each_other(tmp_path: Path) -> None:
+    tables = {
+        **PLAIN,
+        "places": [("value", "sparse", {}, [0.9, 0.91, 0.93]), ("key", "sparse", {}, [0.8, 0.82, 0.83]), ("query", "sparse", {}, [None])],
+    }
+    found = gather(
+        [
+            make_study(tmp_path / "s", tables),
+            make_study(tmp_path / "rules", RULES, name="rules"),
+            make_study(tmp_path / "g", GRID, name="g"),
+        ]
+    )
+    below = [table for table in across_tables(found) if table.kind == "below"]
+    assert [table.name for table in below] == ["toy-below"], "what stands side by side, or is a grid, does not stand here too"
+    lines = below[0].text.splitlines()
+    parts = [line for line in lines if "multicolumn" in line]
+    assert [r"\emph{three models}" in parts[0], r"\emph{places}" in parts[1], len(parts)] == [True, True, 2]
+    assert lines.index(parts[0]) < lines.index(next(line for line in lines if line.startswith("dense"))) < lines.index(parts[1])
+    assert next(line for line in lines if line.startswith("key")).startswith(r"key & 3 & $81.67 \pm 1.53^{\dagger}$ & ")
+    assert r"query & 0 & -- & -- & -- \\" in lines
+
+
+def test_forgetting_is_drawn_as_what_it_costs_the_others(tmp_path: Path) -> None:
+    (study,) = plain(tmp_path, analyses=[("forget", FORGET)]).studies
+    assert forgotten_figure(study) is None, "of one cell there is nothing to compare"
+    (of_all,) = study.analyses
+    found = json.loads(json.dumps(of_all.found))
+    (client,) = found["clients"]
+    client["points"] = [
+        {"alpha": 2.0, "val_target": 0.1, "val_control": 0.7},
+        {"alpha": 0.0, "val_target": 0.9, "val_control": 0.8},
+        {"alpha": 1.0, "val_target": 0.3, "val_control": 0.79},
+    ]
+    figure = forgotten_figure(replace(study, analyses=[of_all, replace(of_all, labels=["sparse"], found=found)]))
+    assert figure is not None
+    first, second = figure.axes[0].lines
+    assert list(first.get_ydata()) == pytest.approx([90, 40]) and list(first.get_xdata()) == pytest.approx([0, 0])
+    assert list(second.get_xdata()) == pytest.approx([0, 1, 10]) and list(second.get_ydata()) == pytest.approx([90, 30, 10])
+    assert second.get_markevery() == [1], "the α that was chosen"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["all", "sparse"]
 
 
 def test_the_geometry_of_updates_is_that_of_the_first_round_and_of_all(tmp_path: Path) -> None:

@@ -261,6 +261,13 @@ def _of_study(study: StudyResult) -> Iterator[Drawn]:
             yield name, caption, line_figure([Panel(lines, "validation accuracy (%)")], x)
     yield from _interferences([group for group in of_seeds(study, "interference") if all(a.found.get("xi") for a in group)])
     yield from _forgettings(of_seeds(study, "forget"))
+    forgotten = forgotten_figure(study)
+    if forgotten is not None:
+        caption = (
+            f"{shown(study.name)}: what subtracting a client's vector costs. A line a client and seed, from α = 0 on the left: validation accuracy on its "
+            "classes against what all others lose; markers: α chosen on validation."
+        )
+        yield "forgotten", caption, forgotten
 
 
 def _seeds(groups: Sequence[Sequence[Analysis]]) -> str:
@@ -377,3 +384,27 @@ def _forget_line(group: Sequence[Analysis], client: int, key: str) -> Line:
     found = [c for analysis in group for c in analysis.found["clients"] if c["client"] == client]
     line = _over_seeds(f"client {client}", [_points(c["points"], key) for c in found], [float(c["after"]["alpha"]) for c in found])
     return line if len(found) == 1 else replace(line, ring=None)
+
+
+def forgotten_figure(study: StudyResult) -> Figure | None:
+    """The clients' classes against what the others lose as more is subtracted; None where there is nothing to compare."""
+    paths: dict[str, list[tuple[list[float], list[float], int]]] = {}  # of a cell: lost, left, the chosen point's place
+    for analysis in study.analyses:
+        for client in analysis.found["clients"] if analysis.kind == "forget" else []:
+            points = sorted(client["points"], key=lambda point: point["alpha"])
+            lost = [100 * (points[0]["val_control"] - point["val_control"]) for point in points]
+            chosen = [point["alpha"] for point in points].index(client["after"]["alpha"])
+            paths.setdefault(analysis.labels[0], []).append((lost, [100 * point["val_target"] for point in points], chosen))
+    if len(paths) < 2:
+        return None
+    figure, axes = new_figure(COLUMN, 2.2)
+    ax, named = axes[0], dict[str, Any]()
+    for number, (label, found) in enumerate(paths.items()):
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        for lost, left, at in found:
+            (line,) = ax.plot(lost, left, color=color, linewidth=0.9, alpha=0.75, marker=marker, markersize=4.5, markevery=[at])
+            named.setdefault(shown(label), line)
+    ax.set(xlabel="all other classes: points lost", ylabel="its classes (%)", ylim=(-2, 102))
+    ax.grid(alpha=0.25, linewidth=0.5)
+    legend_below(figure, named, len(named))
+    return figure

@@ -36,11 +36,23 @@ PAPER = "paper.tex"
 SEAL = "% Made by fedlens report; as long as nothing below is changed, a new report may replace it: "
 TITLE = "Federated fine-tuning under the lens of task arithmetic"
 LATER = 9  # rank of what the paper has in another form
-TABLE_RANK = {"grid": 0, "together": 0, "cells": 0, "searches": 0, "measured": 1, "paired": 2, "geometry": 4, "tuned": LATER, "full": LATER}
+TABLE_RANK = {
+    "grid": 0,
+    "together": 0,
+    "cells": 0,
+    "searches": 0,
+    "measured": 1,
+    "paired": 2,
+    "geometry": 4,
+    "below": LATER,
+    "tuned": LATER,
+    "full": LATER,
+}
 FIGURE_RANK = {
     "alpha": 1,
     "xi": 1,
     "forget": 1,
+    "forgotten": 1,
     "length": 2,
     "rounds": 3,
     "masks": 3,

@@ -1,5 +1,5 @@
-"""What a paper needs beside one table a file: the tables of a study side by side, the geometry of the clients' updates, and every number
-as a macro, so that a sentence changes with the runs that it speaks of."""
+"""What a paper needs beside one table a file: the tables of a study side by side or below each other, the geometry of the clients' updates, and
+every number as a macro, so that a sentence changes with the runs that it speaks of."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -15,10 +15,11 @@ from fedlens.study.report.latex_tables import (
     label_column,
     marks,
     marks_text,
+    mean,
     row,
     table_float,
 )
-from fedlens.study.report.markdown import END, GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, tuned_rows, unique
+from fedlens.study.report.markdown import CLAIM, END, GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, tuned_rows, unique
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, compare, summarise
@@ -38,12 +39,15 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 
 
 def across_tables(gathered: Gathered) -> Iterator[TableFile]:
-    """Of every study its tables side by side where they have the same cells; of every table the geometry of its updates and what tuning tried."""
+    """Of every study its tables side by side where they have the same cells, below each other where they have not; of every table the geometry of
+    its updates and what tuning tried."""
     stems, names = table_stems(gathered), unique([study.name for study in gathered.studies])
     for i, study in enumerate(gathered.studies):
         together = _alike(study)
         if together:
             yield _together(study, together, f"{names[i]}-together", i)
+        if len(parts := [table for table in _tested(study) if table not in together]) > 1:
+            yield _below(study, parts, f"{names[i]}-below", i)
         for j, table in enumerate(study.tables):
             cells = [cell for cell in table.cells if all(cell.over_rounds(key) for key in GEOMETRY)]
             if len(cells) > 1:
@@ -168,9 +172,14 @@ def _scientific(value: float) -> str:
     return rf"${float(digits):g}{{\cdot}}10^{{{int(power)}}}$"
 
 
+def _tested(study: StudyResult) -> list[TableResult]:
+    """The tables without a grid of two dimensions that have test accuracies."""
+    return [table for table in study.tables if layout(table) is None and any(cell.of("test_accuracy") for cell in table.cells)]
+
+
 def _alike(study: StudyResult) -> list[TableResult]:
-    """The tables without a grid of two dimensions that share their cells' names with another one, and were tested."""
-    tested = [table for table in study.tables if layout(table) is None and any(cell.of("test_accuracy") for cell in table.cells)]
+    """Those that share their cells' names with another one."""
+    tested = _tested(study)
     shared = {
         id(table)
         for pair in combinations(tested, 2)
@@ -198,6 +207,32 @@ def _together(study: StudyResult, tables: Sequence[TableResult], name: str, numb
     return TableFile(name, text, f"tab:{name}", number, None, "together", wide, 1.3 + 0.36 * len(rows))
 
 
+def _below(study: StudyResult, tables: Sequence[TableResult], name: str, number: int) -> TableFile:
+    """A row a cell under its table's name: accuracy, rate and how far clients move."""
+    rows: list[str] = []
+    for table in tables:
+        marked, gap = marks(table), GAP if rows else ""
+        rows.append(rf"{gap}\multicolumn{{5}}{{@{{}}l@{{}}}}{{\emph{{{escape(shown(table.name))}}}}} \\")
+        for cell in table.cells:
+            test, rate, length = cell.summary("test_accuracy"), rate_of(cell), cell.over_rounds(LENGTH)
+            rows.append(
+                row(
+                    escape(shown(cell.label)),
+                    str(test.n if test else 0),
+                    mean(test, mark=marked.get(cell.label)),
+                    _scientific(rate) if rate else NO_VALUE,
+                    f"{length.mean:.2g}" if length else NO_VALUE,
+                )
+            )
+    caption = (
+        rf"{escape(shown(study.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; rate: of learning; length: of a client's update, mean over rounds. "
+        rf"$\dagger$: differs from the first row of its part, paired over seeds, $p < {CLAIM:g}$ after Holm's correction in the part; bold: and is higher."
+    )
+    head = [row("", "$n$", r"mean $\pm$ sd", "rate", "length")]
+    text = table_float(name, caption, f"{label_column(1.45)}ccrr", head, rows, wide=False)
+    return TableFile(name, text, f"tab:{name}", number, None, "below", False, 1.3 + 0.2 * len(rows))
+
+
 def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study: int, number: int) -> TableFile:
     """Agreement of a round's updates: at the first round, and the mean over all."""
     singles: dict[str, list[str]] = {}  # columns that stand for themselves: head -> entries
@@ -209,8 +244,8 @@ def _geometry(table: TableResult, cells: Sequence[CellResult], name: str, study:
     for i, cell in enumerate(cells):
         pairs = []
         for key in AGREEMENT:
-            mean = cell.over_rounds(key)
-            pairs += [f"${_at_first(cell, key).mean:z.2f}$", f"${mean.mean:z.2f}$" if mean else NO_VALUE]
+            over_all = cell.over_rounds(key)
+            pairs += [f"${_at_first(cell, key).mean:z.2f}$", f"${over_all.mean:z.2f}$" if over_all else NO_VALUE]
         rows.append(row(escape(shown(cell.label)), *(entries[i] for entries in singles.values()), *pairs))
     start = 2 + len(singles)
     spans = "".join(rf"\cmidrule(lr){{{start + 2 * k}-{start + 2 * k + 1}}}" for k in range(len(AGREEMENT)))

@@ -122,7 +122,7 @@ def _number(text: str) -> str:
     return f"${text}$"
 
 
-def _mean(summary: Summary | None, scale: float = 100, digits: int = 2, mark: Comparison | None = None) -> str:
+def mean(summary: Summary | None, scale: float = 100, digits: int = 2, mark: Comparison | None = None) -> str:
     if summary is None:
         return NO_VALUE
     text = f"{scale * summary.mean:z.{digits}f}" + ("" if summary.sd is None else rf" \pm {scale * summary.sd:z.{digits}f}")
@@ -210,9 +210,9 @@ def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
             row(
                 escape(shown(cell.label)),
                 str(test.n if test else 0),
-                _stacked(_mean(test, mark=marked.get(cell.label)), inside),
+                _stacked(mean(test, mark=marked.get(cell.label)), inside),
                 _number(f"{MB * sent.mean:.1f}") if sent else NO_VALUE,
-                _stacked(_mean(cost.get("rounds"), 1, 1), said.removesuffix(" reached it")),
+                _stacked(mean(cost.get("rounds"), 1, 1), said.removesuffix(" reached it")),
                 _number(f"{MB * target.mean:.1f}") if target else NO_VALUE,
             )
         )
@@ -245,13 +245,13 @@ def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
             row(
                 escape(shown(cell.label)),
                 str(test.n if test else 0),
-                _mean(test, mark=marked.get(cell.label)),
+                mean(test, mark=marked.get(cell.label)),
                 _interval(test.low, test.high) if test else NO_VALUE,
-                _mean(val) + other,
+                mean(val) + other,
                 _interval(val.low, val.high) if val else NO_VALUE,
-                _mean(cell.summary("bytes_up"), MB, 1),
-                _mean(cost.get("rounds"), 1, 1),
-                _mean(cost.get("bytes_up"), MB, 1),
+                mean(cell.summary("bytes_up"), MB, 1),
+                mean(cost.get("rounds"), 1, 1),
+                mean(cost.get("bytes_up"), MB, 1),
                 said.removesuffix(" reached it") or NO_VALUE,
             )
         )
@@ -294,7 +294,7 @@ def entry(cell: CellResult | None, marked: Mapping[str, Comparison]) -> str:
     if cell is None or found is None:
         return _stacked(NO_VALUE, "$n{=}0$")
     inside = "" if found.low is None else _interval(found.low, found.high) + " "
-    return _stacked(_mean(found, mark=marked.get(cell.label)), f"{inside}$n{{=}}{found.n}$")
+    return _stacked(mean(found, mark=marked.get(cell.label)), f"{inside}$n{{=}}{found.n}$")
 
 
 def _paired(table: TableResult, found: Sequence[Comparison], name: str, study: int, number: int) -> TableFile:
