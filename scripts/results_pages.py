@@ -1,6 +1,7 @@
-"""The result tables of README.md and docs/results.md, and their figure, from results/: python scripts/results_pages.py [--check]
+"""The result tables of README.md and docs/results.md, and their figures, from results/: python scripts/results_pages.py [--check]
 
-A block between <!-- results: NAME --> and <!-- end of results --> is written anew from the study of that name; the rest of a page is its author's.
+A block between <!-- results: STUDY --> and <!-- end of results --> is written anew from the study of that name, <!-- results: STUDY / TABLE --> from
+one table of it, <!-- results: STUDY / KIND --> from its analyses of that kind; the rest of a page is its author's.
 --check writes nothing and fails where a page is behind the runs.
 """
 
@@ -13,14 +14,16 @@ import matplotlib
 
 from fedlens.study.figures import as_svg
 from fedlens.study.report.drawing import STYLE
-from fedlens.study.report.figures import length_figure
-from fedlens.study.report.markdown import beside, escaped, layout, shown, with_sd
-from fedlens.study.results import CellResult, StudyResult, gather
+from fedlens.study.report.figures import dots_figure, forgotten_figure, length_figure
+from fedlens.study.report.markdown import LENGTH, beside, escaped, layout, measured_table, shown, with_sd
+from fedlens.study.report.over_seeds import over_seeds
+from fedlens.study.results import CellResult, StudyResult, TableResult, gather
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
-FIGURE = "docs/figures/mask_rules.svg"
-BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+FIGURES = ROOT / "docs" / "figures"
+TEST = "test accuracy, %"
+BLOCK = re.compile(r"(<!-- results: (\w+)(?: / ([^\n]+?))? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def entry(cell: CellResult | None) -> str:
@@ -29,31 +32,59 @@ def entry(cell: CellResult | None) -> str:
     return f"{with_sd(found)} (n = {found.n})" if found else "not run yet"
 
 
-def table(study: StudyResult) -> str:
+def whole(study: StudyResult) -> str:
     """Cases down, values of the grid across; or the cells of all tables side by side."""
     grid = layout(study.tables[0])
     if grid:
-        head = [f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values]
-        rows = [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases]
-    else:
-        head = [shown(each.name) for each in study.tables]
-        rows = [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
-    lines = [["test accuracy, %", *head], ["---"] * (1 + len(head)), *([escaped(row[0]), *row[1:]] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        head = [TEST, *(f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values)]
+        return lines(head, [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases])
+    return lines(
+        [TEST, *(shown(each.name) for each in study.tables)], [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
+    )
+
+
+def part(study: StudyResult, name: str) -> str:
+    """One table with the rates and how far clients move, or all analyses of a kind."""
+    for table in study.tables:
+        if table.name == name:
+            return of_table(table)
+    return f"{measured_table(over_seeds(study)[name])}\n"
+
+
+def of_table(table: TableResult) -> str:
+    rows = []
+    for cell in table.cells:
+        rates = {run.config["optim"]["lr"] for run in cell.runs.values()}
+        length = cell.over_rounds(LENGTH)
+        rows.append([cell.label, entry(cell), ", ".join(f"{rate:g}" for rate in sorted(rates)), f"{length.mean:.2g}" if length else ""])
+    head = ["", TEST, "learning rate", "length of an update"]
+    used = [0, 1, *(i for i in (2, 3) if any(row[i] for row in rows))]
+    return lines([head[i] for i in used], [[row[i] for i in used] for row in rows])
+
+
+def lines(head: list[str], rows: list[list[str]]) -> str:
+    found = [head, ["---"] * len(head), *([escaped(row[0]), *row[1:]] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in found)
 
 
 def made() -> dict[Path, str]:
     """Every page and figure as it should be."""
     studies = {study.name: study for study in gather([ROOT / "results"]).studies}
-    found = {}
-    for name in PAGES:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        found[ROOT / name] = BLOCK.sub(lambda block: f"{block[1]}{table(studies[block[2]])}{block[3]}", text)
+
+    def block(found: re.Match[str]) -> str:
+        study = studies[found[2]]
+        return f"{found[1]}{part(study, found[3]) if found[3] else whole(study)}{found[4]}"
+
+    pages = {ROOT / name: BLOCK.sub(block, (ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
+    places = {table.name: table for table in studies["places"].tables}
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "fedlens", "svg.fonttype": "path"}):
-        figure = length_figure(studies["strategies"].tables[-1])
-        assert figure is not None
-        found[ROOT / FIGURE] = as_svg(figure)
-    return found
+        figures = {
+            "mask_rules": length_figure(studies["strategies"].tables[-1]),
+            "places": dots_figure([*places["score or place"].cells, *places["places"].cells]),
+            "forgetting": forgotten_figure(studies["forgetting"]),
+        }
+        drawn = {FIGURES / f"{name}.svg": as_svg(figure) for name, figure in figures.items() if figure is not None}
+    return pages | drawn
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ def _of_table(table: TableResult) -> Iterator[Drawn]:
     yield (
         "cells",
         f"{name}: test accuracy. Large points: mean over seeds ({n}); whiskers: 95 % t interval; small points: each seed.",
-        _dots(cells),
+        dots_figure(cells),
     )
     if grid:
         yield "map", f"{name}: mean test accuracy (%) over seeds ({n}), ± half the width of the 95 % t interval.", _map(grid)
@@ -171,7 +171,8 @@ def _by_bytes(cell: CellResult, label: str) -> Line:
     return Line(label, [x for x, _ in points], [y for _, y in points])
 
 
-def _dots(cells: Sequence[CellResult]) -> Figure:
+def dots_figure(cells: Sequence[CellResult]) -> Figure:
+    """A row a cell: the mean and its interval, below them every seed."""
     figure, axes = new_figure(COLUMN, 0.55 + 0.21 * len(cells))
     ax = axes[0]
     for row, cell in enumerate(cells):

@@ -312,10 +312,15 @@ def interference_texts(analysis: Analysis) -> list[str]:
 
 
 def _measured(found: Sequence[Measured]) -> list[str]:
-    heads, kind = shared_heads(found), found[0].kind
+    kind = found[0].kind
+    return [f"### {TITLES[kind]}, over seeds", f"Mean ± standard deviation over n seeds. {UNITS[kind]}", measured_table(found)]
+
+
+def measured_table(found: Sequence[Measured]) -> str:
+    """What analyses of one kind came to, a row for the cells that each is of."""
+    heads = shared_heads(found)
     rows = [[escaped(shown(row.label)), *(with_sd(row.numbers.get(key), row.scale(key)) for key in heads), str(row.n)] for row in found]
-    said = f"Mean ± standard deviation over n seeds. {UNITS[kind]}"
-    return [f"### {TITLES[kind]}, over seeds", said, _rows(["", *heads.values(), "n"], rows)]
+    return _rows(["", *heads.values(), "n"], rows)
 
 
 def _analyses(group: Sequence[Analysis]) -> list[str]:
