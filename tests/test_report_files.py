@@ -178,8 +178,17 @@ def test_a_small_table_in_markdown_is_exact(tmp_path: Path) -> None:
 
 def test_a_table_without_clients_has_no_columns_of_traffic(tmp_path: Path) -> None:
     cells: list[Cell] = [("central", "central", {}, [0.80, 0.82]), ("again", "central", {}, [0.70, 0.72])]
-    text = markdown_report(gather([make_study(tmp_path / "s", {"in one place": cells})]))
+    found = gather([make_study(tmp_path / "s", {"in one place": cells})])
+    text = markdown_report(found)
     assert "| cell | test accuracy | validation accuracy |\n" in text and "MB up" not in text and "The target" not in text
+    for table in latex_tables(found):
+        assert "MB" not in table.text and "target" not in table.text
+    full = next(table.text for table in latex_tables(found) if table.kind == "full")
+    assert (
+        r"central & 2 & $81.00 \pm 1.41$ & $[68.29, 93.71]$ & " in full and "{@{}>{\\raggedright\\arraybackslash}p{1.35in}crcrc@{}}" in full
+    )
+    page = html_report(found)
+    assert "Validation accuracy, %" in page and "MB sent up</th>" not in page and "Reached by" not in page
 
 
 def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_path: Path, blank: None) -> None:

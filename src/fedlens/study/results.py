@@ -117,6 +117,11 @@ class TableResult:
         means = [s.mean for cell in self.cells if (s := cell.summary("val_accuracy")) is not None]
         return NEAR * max(means) if means else None
 
+    @cached_property
+    def sends(self) -> bool:
+        """Something is federated: else no report has columns of traffic and of rounds to the aim."""
+        return any(cell.summary("bytes_up") for cell in self.cells)
+
     def cost(self, cell: CellResult) -> dict[str, dict[int, float]]:
         """{"rounds", "bytes_up"}: seed -> what it took to the aim; a seed that did not get there is missing."""
         found: dict[str, dict[int, float]] = {"rounds": {}, "bytes_up": {}}

@@ -206,32 +206,34 @@ def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
         cost, said = reached(table, cell)
         test, sent, target = cell.summary("test_accuracy"), cell.summary("bytes_up"), cost.get("bytes_up")
         inside = _interval(test.low, test.high) if test and test.low is not None else ""
-        rows.append(
-            row(
-                escape(shown(cell.label)),
-                str(test.n if test else 0),
-                _stacked(mean(test, mark=marked.get(cell.label)), inside),
-                _number(f"{MB * sent.mean:.1f}") if sent else NO_VALUE,
-                _stacked(mean(cost.get("rounds"), 1, 1), said.removesuffix(" reached it")),
-                _number(f"{MB * target.mean:.1f}") if target else NO_VALUE,
-            )
-        )
-    head = [
-        r" & & test accuracy & & \multicolumn{2}{c}{to the target} \\",
-        r"\cmidrule(l){5-6}",
-        row("", "$n$", r"mean $\pm$ sd", "MB up", "rounds", "MB up"),
-    ]
+        traffic = [
+            _number(f"{MB * sent.mean:.1f}") if sent else NO_VALUE,
+            _stacked(mean(cost.get("rounds"), 1, 1), said.removesuffix(" reached it")),
+            _number(f"{MB * target.mean:.1f}") if target else NO_VALUE,
+        ]
+        accuracy = _stacked(mean(test, mark=marked.get(cell.label)), inside)
+        rows.append(row(escape(shown(cell.label)), str(test.n if test else 0), accuracy, *(traffic if table.sends else [])))
+    head = [row("", "$n$", "test accuracy")]
+    if table.sends:
+        head = [
+            r" & & test accuracy & & \multicolumn{2}{c}{to the target} \\",
+            r"\cmidrule(l){5-6}",
+            row("", "$n$", r"mean $\pm$ sd", "MB up", "rounds", "MB up"),
+        ]
     caption = (
-        rf"{escape(shown(table.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds, below it the 95\,\% $t$ interval of the mean; "
-        f"MB sent by all clients.{_aim(table)}{marks_text(table)}{missing_text(table)}"
+        rf"{escape(shown(table.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds, below it the 95\,\% $t$ interval of the mean"
+        f"{_aim(table)}{marks_text(table)}{missing_text(table)}"
     )
-    text = table_float(name, caption, f"{label_column(0.8)}cccrr", head, rows, wide=False, gap=GAP)
+    text = table_float(name, caption, f"{label_column(0.8)}{'cccrr' if table.sends else 'cc'}", head, rows, wide=False, gap=GAP)
     return TableFile(name, text, f"tab:{name}", study, number, "cells", False, 1.6 + 0.3 * len(rows))
 
 
 def _aim(table: TableResult) -> str:
+    """What the columns of traffic are; the end of the sentence before where there are none."""
+    if not table.sends:
+        return "."
     said = f" The target is {escape(aim_text(table))}; rounds and MB are those of the first evaluation that reaches it, means over the seeds that did, k of n."
-    return said if table.aim is not None and any(reached(table, cell)[1] for cell in table.cells) else ""
+    return "; MB sent by all clients." + (said if table.aim is not None and any(reached(table, cell)[1] for cell in table.cells) else "")
 
 
 def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
@@ -241,6 +243,12 @@ def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
         cost, said = reached(table, cell)
         test, val = cell.summary("test_accuracy"), cell.summary("val_accuracy")
         other = rf", $n={val.n}$" if val and test and val.n != test.n else ""
+        traffic = [
+            mean(cell.summary("bytes_up"), MB, 1),
+            mean(cost.get("rounds"), 1, 1),
+            mean(cost.get("bytes_up"), MB, 1),
+            said.removesuffix(" reached it") or NO_VALUE,
+        ]
         rows.append(
             row(
                 escape(shown(cell.label)),
@@ -249,22 +257,23 @@ def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
                 _interval(test.low, test.high) if test else NO_VALUE,
                 mean(val) + other,
                 _interval(val.low, val.high) if val else NO_VALUE,
-                mean(cell.summary("bytes_up"), MB, 1),
-                mean(cost.get("rounds"), 1, 1),
-                mean(cost.get("bytes_up"), MB, 1),
-                said.removesuffix(" reached it") or NO_VALUE,
+                *(traffic if table.sends else []),
             )
         )
+    spans = [r"\multicolumn{2}{c}{test accuracy}", r"\multicolumn{2}{c}{validation accuracy}"]
+    under = [r"mean $\pm$ sd", r"95\,\% interval"] * 2
+    if table.sends:
+        spans, under = [*spans, "", r"\multicolumn{3}{c}{to the target}"], [*under, "MB up", "rounds", "MB up", "reached"]
     head = [
-        r" & & \multicolumn{2}{c}{test accuracy} & \multicolumn{2}{c}{validation accuracy} & & \multicolumn{3}{c}{to the target} \\",
-        r"\cmidrule(lr){3-4}\cmidrule(lr){5-6}\cmidrule(l){8-10}",
-        row("", "$n$", r"mean $\pm$ sd", r"95\,\% interval", r"mean $\pm$ sd", r"95\,\% interval", "MB up", "rounds", "MB up", "reached"),
+        row("", "", *spans),
+        r"\cmidrule(lr){3-4}\cmidrule(lr){5-6}" + (r"\cmidrule(l){8-10}" if table.sends else ""),
+        row("", "$n$", *under),
     ]
     caption = (
-        rf"{escape(shown(table.name))}: accuracies in percent, mean $\pm$ standard deviation over $n$ seeds, and the 95\,\% $t$ interval of the mean; "
-        f"MB sent by all clients.{_aim(table)}{marks_text(table)}{missing_text(table)}"
+        rf"{escape(shown(table.name))}: accuracies in percent, mean $\pm$ standard deviation over $n$ seeds, and the 95\,\% $t$ interval of the mean"
+        f"{_aim(table)}{marks_text(table)}{missing_text(table)}"
     )
-    text = table_float(name, caption, f"{label_column(1.35)}crcrcrrrr", head, rows, wide=True)
+    text = table_float(name, caption, f"{label_column(1.35)}crcrc{'rrrr' if table.sends else ''}", head, rows, wide=True)
     return TableFile(name, text, f"tab:{name}", study, number, "full", True, 1.1 + 0.17 * len(rows))
 
 

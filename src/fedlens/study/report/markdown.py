@@ -246,9 +246,7 @@ def _cells(table: TableResult) -> str:
         if table.aim is not None
         else ""
     )
-    if not any(cell.summary("bytes_up") for cell in table.cells):  # nothing is federated
-        return _rows(header[:3], [row[:3] for row in rows])
-    return _rows(header, rows) + under
+    return _rows(header, rows) + under if table.sends else _rows(header[:3], [row[:3] for row in rows])
 
 
 def _mean(summary: Summary | None, scale: float) -> str:
