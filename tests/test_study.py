@@ -26,7 +26,7 @@ from fedlens.runs.store import write_json
 from fedlens.study import runner
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Planned, plan_file, read_plan
-from fedlens.study.processes import environment_of, locked
+from fedlens.study.processes import Worker, environment_of, locked
 from fedlens.study.report.html import html_report
 from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
 from fedlens.study.results import Gathered, gather
@@ -212,6 +212,16 @@ def test_two_jobs_give_the_tables_of_one(plan_path: Path, tmp_path: Path) -> Non
     one.run()
     two.run()
     assert tables(tmp_path / "one") == tables(tmp_path / "two")
+    assert all(worker._process is None for worker in two.workers), "none is left"
+
+
+def test_with_jobs_what_goes_wrong_is_told_and_the_rest_goes_on(plan_path: Path, tmp_path: Path) -> None:
+    study = small_study(plan_path, tmp_path / "s", jobs=2)
+    bad, good = study.missing()
+    (tmp_path / "s" / "runs").mkdir(parents=True)
+    study.path(bad).write_text("a file where the run's folder should be")
+    study.run()
+    assert list(study.failures) == [bad.name] and "is not an empty folder" in study.failures[bad.name] and study.finished(good)
 
 
 def test_a_study_that_is_killed_and_started_again_ends_with_the_same_tables(plan_path: Path, tmp_path: Path) -> None:
@@ -571,6 +581,48 @@ def test_a_cell_that_no_value_trains_is_a_failure_and_the_others_go_on(tmp_path:
     assert [cell.label for cell in found.tables[0].cells if cell.runs] == ["heavy"]
     again = Study(plan, tmp_path / "s")
     assert again.missing() == [] and again.failures == study.failures and Study(plan, tmp_path / "s", retry=True).unfit == {}
+
+
+WORKING = """
+import os, time
+from fedlens.study.processes import work
+
+def do(task):
+    if task == "die":
+        raise MemoryError("no room")
+    if task == "sleep":
+        time.sleep(60)
+    print("this is no answer")
+    return {"task": task, "process": os.getpid()}
+
+work(do)
+"""
+
+
+def test_a_worker_stays_and_one_that_ended_is_told_and_replaced() -> None:
+    worker = Worker([sys.executable, "-c", WORKING])
+    first, second = worker.do("a"), worker.do("b\n")
+    assert first["task"] == "a" and second == {"task": "b\n", "process": first["process"]} and first["process"] != os.getpid()
+    with pytest.raises(ChildProcessError, match=r"^MemoryError: no room$"):
+        worker.do("die")
+    third = worker.do("c")
+    assert third["process"] != first["process"]
+    worker.retire()
+    assert worker.do("d")["process"] != third["process"]
+    worker.close()
+    with pytest.raises(ChildProcessError, match="closed"):
+        worker.do("e")
+
+
+def test_a_worker_at_work_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write('"a"\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["task"] == "a"
+        process.stdin.write('"sleep"\n')
+        process.stdin.close()
+        assert process.wait(30) == 1
 
 
 def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

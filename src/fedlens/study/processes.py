@@ -1,11 +1,16 @@
-"""Runs in processes of their own: one folder for one owner, a GPU each where there are several, and no child that outlives its parent."""
+"""Runs in other processes: one folder for one owner, a GPU each where there are several, and no child that outlives its parent."""
 
+import json
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -42,3 +47,95 @@ def environment_of(place: int, jobs: int) -> dict[str, str]:
 def end_with_parent() -> None:
     """For a child whose stdin is a pipe from its parent: when that is closed, however the parent ended, so is this process."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+
+
+class Worker:
+    """A process that stays for one task after another, so that what it has imported and compiled serves them all; it starts with the first.
+
+    `command`: a program that calls `work`. One that ended on the way is told by the task that it was at, and the next task has a new one."""
+
+    def __init__(self, command: list[str], place: int = 0, jobs: int = 1) -> None:
+        """The worker at one of `jobs` places."""
+        self.command, self.place, self.jobs = command, place, jobs
+        self._process: subprocess.Popen[str] | None = None
+        self._busy = self._closed = False
+
+    def do(self, task: str) -> Any:
+        """What the program answers. ChildProcessError: its process ended, with the last that it said."""
+        if self._process is None:
+            self._process = self._start()
+        process, answer, self._busy = self._process, "", True
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(task) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        self._busy = False
+        if answer:
+            return json.loads(answer)
+        self._process = None
+        code = self._end(process)
+        raise ChildProcessError(next((line.strip() for line in reversed(self._said) if line.strip()), f"the process ended with {code}"))
+
+    def _start(self) -> "subprocess.Popen[str]":
+        if self._closed:
+            raise ChildProcessError("closed")
+        pipe = subprocess.PIPE
+        environment = environment_of(self.place, self.jobs)
+        process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+        self._said: deque[str] = deque(maxlen=20)  # of its stderr
+        self._reader = threading.Thread(target=self._said.extend, args=(process.stderr,), daemon=True)
+        self._reader.start()
+        return process
+
+    def retire(self) -> None:
+        """An idle process ends by itself, one at work is killed; another task would have a new one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._busy:
+            process.kill()  # who waits for its answer sees the end, and does the rest
+        else:
+            self._end(process)
+
+    def _end(self, process: "subprocess.Popen[str]") -> int:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            code = process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        self._reader.join()
+        process.stdout.close()
+        process.stderr.close()
+        return code
+
+    def close(self) -> None:
+        self._closed = True
+        self.retire()
+
+
+def work(do: Callable[[str], Any]) -> None:
+    """The other side of a `Worker`: tasks by stdin, answers by stdout. It ends when stdin is closed: at once where it is at work, as its parent is
+    gone then."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a task prints is no answer
+    tasks: SimpleQueue[str | None] = SimpleQueue()
+    idle = threading.Event()
+    idle.set()
+
+    def read() -> None:
+        for line in sys.stdin:
+            idle.clear()
+            tasks.put(json.loads(line))
+        if not idle.is_set():
+            os._exit(1)
+        tasks.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (task := tasks.get()) is not None:
+        answer = do(task)
+        idle.set()
+        print(json.dumps(answer), file=answers, flush=True)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from fedlens.composing import from_file, to_yaml
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
-from fedlens.study.processes import end_with_parent, environment_of, locked
+from fedlens.study.processes import Worker, locked, work
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
 from fedlens.study.tuning import FAILED, Climb, climbs, settled
 from fedlens.training.execute import execute
@@ -41,6 +42,7 @@ class Study:
         self.asked, self.folder, self.jobs = plan, folder, jobs
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
+        self.workers = [Worker([sys.executable, "-m", "fedlens.study.runner"], place, jobs) for place in range(jobs)]
         names = [table.name for table in plan.tables]
         if wrong := [name for name in tables if name not in names]:
             raise unknown("--table", wrong[0], names)
@@ -77,7 +79,11 @@ class Study:
 
     def run(self) -> StudyResult:
         with locked(self.folder):
-            return self._run()
+            try:
+                return self._run()
+            finally:
+                for worker in self.workers:
+                    worker.close()
 
     def _run(self) -> StudyResult:
         self._tell()  # a report of what is there can be made, and kept, at any time
@@ -198,17 +204,17 @@ class Study:
         write_json(self.folder / STUDY_FILE, told)
 
     def _executed(self, todo: Sequence[Planned]) -> Iterator[tuple[Planned, str | None]]:
-        """Each run with what went wrong, in the order of the plan. One at a time in this process; more in processes of their own, one a GPU where
+        """Each run with what went wrong, in the order of the plan. One at a time in this process; more in as many other processes, one a GPU where
         there are several."""
         if self.jobs == 1:
             for planned in todo:
                 yield planned, _attempt(partial(self._here, planned))
             return
-        places: SimpleQueue[int] = SimpleQueue()
-        for place in range(self.jobs):
-            places.put(place)
+        idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self.workers:
+            idle.put(worker)
         with ThreadPoolExecutor(self.jobs) as pool:
-            running = [(p, pool.submit(_attempt, partial(self._apart, p, places))) for p in todo]
+            running = [(p, pool.submit(_attempt, partial(self._apart, p, idle))) for p in todo]
             try:
                 for planned, future in running:
                     yield planned, future.result()
@@ -224,22 +230,20 @@ class Study:
         with quiet():
             execute(planned.config)
 
-    def _apart(self, planned: Planned, places: "SimpleQueue[int]") -> None:
+    def _apart(self, planned: Planned, idle: "SimpleQueue[Worker]") -> None:
         self._prepared(planned)
         wanted = self.folder / "configs" / f"{planned.name}.yaml"
         wanted.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, to_yaml(planned.config))
-        place = places.get()
+        worker = idle.get()
         try:
-            command = [sys.executable, "-m", "fedlens.study.runner", str(wanted)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            with subprocess.Popen(command, text=True, env=environment_of(place, self.jobs), **pipes) as process:  # type: ignore[call-overload]
-                said = process.stderr.read()
+            told = worker.do(str(wanted))
+            if told and told["broken"]:
+                worker.retire()  # a device that failed may fail for all that comes after
         finally:
-            places.put(place)
-        if process.returncode:
-            last = ([line for line in said.splitlines() if line.strip()] or ["no message"])[-1]
-            raise UserError(last.removeprefix("error: ")) if process.returncode == 2 else ChildProcessError(last)
+            idle.put(worker)
+        if told:
+            raise (ChildProcessError if told["broken"] else UserError)(told["error"])
 
 
 class Broken(str):
@@ -299,16 +303,17 @@ def study_folder(plan: Plan, given: str | None) -> Path:
     return Path(given) if given else Path("studies") / f"{plan.name}-{plan.place}"
 
 
-def _child(config: str) -> int:
-    """One run in a process of its own."""
-    end_with_parent()
-    try:
+def _told(config: str) -> dict[str, Any] | None:
+    """In another process: one run, and what went wrong."""
+
+    def run() -> None:
         execute(from_file(Path(config)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    error = _attempt(run)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # between runs its memory is the others'
+    return None if error is None else {"error": error, "broken": isinstance(error, Broken)}
 
 
 if __name__ == "__main__":
-    sys.exit(_child(sys.argv[1]))
+    work(_told)
