@@ -478,7 +478,7 @@ def test_every_number_is_a_macro(tmp_path: Path) -> None:
     assert defined["lens/masks-of-all-at-nc-1/dense/times sparse-one"] == "1"
 
 
-def test_what_tuning_tried_is_told_and_a_choice_at_an_end_is_marked(tmp_path: Path) -> None:
+def test_what_tuning_tried_is_told_and_a_choice_at_an_end_or_an_edge_is_marked(tmp_path: Path) -> None:
     folder = make_study(tmp_path / "s", PLAIN)
     content = json.loads((folder / "study.json").read_text())
     shared = {"table": "three models", "key": "optim.lr", "runs": []}
@@ -489,14 +489,19 @@ def test_what_tuning_tried_is_told_and_a_choice_at_an_end_is_marked(tmp_path: Pa
     ]
     (folder / "study.json").write_text(json.dumps(content))
     found = gather([folder])
-    assert [tuned.at_an_end for tuned in found.studies[0].tuned] == [False, True, False]
+    assert [(tuned.at_an_end, tuned.at_an_edge) for tuned in found.studies[0].tuned] == [(False, True), (True, False), (False, False)]
+    near = replace(found.studies[0].tuned[0], tried=[(0.09, 0.35), (0.27, 0.01), (0.03, 0.72), (0.01, 0.4)])
+    assert near.at_an_edge and not replace(near, tried=[(0.09, 0.37), (0.27, 0.01), (0.03, 0.72)]).at_an_edge
     text = markdown_report(found)
-    assert "| dense | optim.lr | 0.03 | 0.01: 70.00, 0.03: 72.00, 0.09: failed |" in text
+    assert "| dense | optim.lr | 0.03 (an edge) | 0.01: 70.00, 0.03: 72.00, 0.09: failed |" in text
     assert "| sparse one | optim.lr | 0.3 (an end) |" in text
     (table,) = [table for table in across_tables(found) if table.kind == "tuned"]
     assert table.name == "toy-three-models-tuned"
     assert r"sparse one & optim.lr & 0.3 (an end) & 0.03: 70.00, 0.1: 71.00, 0.3: 72.00 \\" in table.text
-    assert r"central & optim.lr & — & 0.01: failed" in table.text and "An end: nothing was tried beyond it." in table.text
+    assert (
+        r"central & optim.lr & — & 0.01: failed" in table.text
+        and "An end: nothing was tried beyond it. An edge: a neighbour failed" in table.text
+    )
     assert "0.3 (an end)" in html_report(found)
 
 

@@ -107,9 +107,10 @@ class Worker:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        self._reader.join()
         process.stdout.close()
-        process.stderr.close()
+        self._reader.join(timeout=10)
+        if not self._reader.is_alive():  # else a process that the worker started still holds the other end
+            process.stderr.close()
         return code
 
     def close(self) -> None:

@@ -162,6 +162,17 @@ class Tuned:
         values = [value for value, _ in self.tried]
         return self.value is not None and self.value in (min(values), max(values))
 
+    @property
+    def at_an_edge(self) -> bool:
+        """A value next to the chosen one failed or has less than half of its accuracy: another seed or a longer run may fall over it."""
+        ordered = sorted(self.tried, key=lambda pair: pair[0])
+        values = [value for value, _ in ordered]
+        if self.value not in values:
+            return False
+        at = values.index(self.value)
+        best = ordered[at][1] or 0.0
+        return any((score or 0.0) < best / 2 for _, score in ordered[max(0, at - 1) : at + 2])
+
 
 @dataclass(frozen=True)
 class StudyResult:

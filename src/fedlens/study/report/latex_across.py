@@ -19,7 +19,20 @@ from fedlens.study.report.latex_tables import (
     row,
     table_float,
 )
-from fedlens.study.report.markdown import CLAIM, END, GEOMETRY, LENGTH, beside, layout, mask_shares, shown, table_stems, tuned_rows, unique
+from fedlens.study.report.markdown import (
+    CLAIM,
+    EDGE,
+    END,
+    GEOMETRY,
+    LENGTH,
+    beside,
+    layout,
+    mask_shares,
+    shown,
+    table_stems,
+    tuned_rows,
+    unique,
+)
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, compare, summarise
@@ -269,6 +282,7 @@ def _tuned(table: TableResult, found: Sequence[Sequence[str]], name: str, study:
     caption = (
         f"{escape(shown(table.name))}: values chosen on validation in short runs, one each ($n = 1$), and what was tried with its validation accuracy in percent; "
         f"the test set was not read.{' An end: nothing was tried beyond it.' if any(END in each[2] for each in found) else ''}"
+        f"{' An edge: a neighbour failed or has less than half of its accuracy.' if any(EDGE in each[2] for each in found) else ''}"
     )
     columns = f"{label_column(1.4)}{label_column(0.8)}{label_column(1.1)}{label_column(3.2)}"
     text = table_float(name, caption, columns, [row("", "key", "value", "tried")], rows, wide=True)

@@ -197,12 +197,12 @@ def _study(study: StudyResult) -> list[str]:
 
 
 def tuned_rows(study: StudyResult, table: TableResult) -> list[list[str]]:
-    """cell, key, chosen value (and whether it is the last on its side), and what was tried with its validation accuracy."""
+    """cell, key, chosen value (and whether it is the last on its side, or beside one that fails), and what was tried with its validation accuracy."""
     return [
         [
             shown(each.label),
             each.key,
-            NOTHING if each.value is None else f"{each.value:g}{END if each.at_an_end else ''}",
+            NOTHING if each.value is None else f"{each.value:g}{END if each.at_an_end else ''}{EDGE if each.at_an_edge else ''}",
             ", ".join(f"{value:g}: {'failed' if score is None else value_text(score)}" for value, score in each.tried),
         ]
         for each in study.tuned
@@ -210,8 +210,11 @@ def tuned_rows(study: StudyResult, table: TableResult) -> list[list[str]]:
     ]
 
 
-END = " (an end)"
-TUNED = "Chosen on validation in short runs, n = 1 each; the test set was not read:"
+END, EDGE = " (an end)", " (an edge)"
+TUNED = (
+    "Chosen on validation in short runs, n = 1 each; the test set was not read "
+    "(an end: nothing was tried beyond it; an edge: a neighbour failed or has less than half of its accuracy):"
+)
 
 
 def _tuned(study: StudyResult, table: TableResult) -> list[str]:
