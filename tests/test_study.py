@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from fedlens.study.plans import Planned, plan_file, read_plan
 from fedlens.study.processes import Worker, environment_of, locked
 from fedlens.study.report.html import html_report
 from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
+from fedlens.study.report.over_seeds import numbers_of
 from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
 from fedlens.study.tuning import FAILED, Climb, climbs, settled
@@ -269,10 +271,14 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     kept, left = found.analyses[5].found["clients"]
     assert found.analyses[5].title == "Forgetting clients of whole" and "retrained" not in kept
     assert left["retrained"]["test_target"] <= left["before"]["test_target"]  # nobody taught the class of client 2
-    assert forget_text(left).endswith(f"and {100 * left['retrained']['test_control']:.1f} %") and "trained without it" not in forget_text(
-        kept
-    )
-    assert "Target, trained without it, %" in html_report(Gathered([found]))
+    assert left["reheaded"]["test_target"] == 0, "no sums of its class are in that head"
+    assert left["reheaded"]["test_control"] >= left["before"]["test_control"] - 0.02 and "reheaded" not in kept
+    said = forget_text(left)
+    assert f"trained without it {100 * left['retrained']['test_target']:.1f} and " in said and "trained without it" not in forget_text(kept)
+    assert said.endswith(f"a head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
+    assert numbers_of(replace(found.analyses[5], found={"clients": [left]}))["target_head"] == 0
+    page = html_report(Gathered([found]))
+    assert "Target, trained without it, %" in page and "Control, head without it, %" in page
     assert str(tmp_path) not in "".join(file.read_text() for file in (tmp_path / "s" / "analyses").iterdir())
     assert list((tmp_path / "s" / "cache").iterdir())
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()}

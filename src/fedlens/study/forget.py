@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,7 +35,8 @@ def forget_client(
 ) -> dict[str, Any]:
     """Subtract what the client added: the target is the classes that it holds, the control all others.
 
-    without: runs to compare with, of which one that excluded this client and no other was trained as if it had never been there.
+    without: runs to compare with, of which one that excluded this client and no other was trained as if it had never been there ("retrained").
+    Its head, which the client's sums never entered, is also tried on this run's model ("reheaded"): what is to be had without a vector.
     """
     tau, lab = run.client_vectors([client])[client], Lab(run, device, root)
     classes, shared = held_classes(lab, client)
@@ -45,8 +47,15 @@ def forget_client(
     again = next((other for other in without if list(other.config.federated.exclude) == [client]), None)
     if again is not None:
         check_same_task(run, again)
-        found["retrained"] = measure(lab, lab.bench.dataset.test, "test", classes)(lab.theta(again.state))
+        test = measure(lab, lab.bench.dataset.test, "test", classes)
+        found |= {"retrained": test(lab.theta(again.state)), "reheaded": test(lab.theta(_reheaded(run, again)))}
     return {"client": client, "shared_classes": [names[c] for c in shared], **found}
+
+
+def _reheaded(run: Run, again: Run) -> dict[str, Tensor]:
+    """What training moved as it is, what it did not move as it began in the other run: that is the head, where it is frozen."""
+    start, state, other = run.start, run.state, again.start
+    return {name: other[name] if torch.equal(tensor, start[name]) else tensor for name, tensor in state.items()}
 
 
 def forget(lab: Lab, tau: TaskVector, classes: Sequence[int], *, keep: float = 0.95, grid: Alphas | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from fedlens.study.results import Analysis, SearchResult
 
 Row = list[Cell | str]
 Names = Mapping[str, str]  # run folder -> what it is called in the report
+BESIDE = {"retrained": "trained without it", "reheaded": "head without it"}  # what may stand beside a client that was subtracted
 ENDS = [{"at": 0, "text": "start", "before": True}, {"at": 1, "text": "trained"}]
 WIDE = 30  # a parameter whose largest value is so many times its smallest is drawn on a logarithmic axis
 
@@ -139,9 +140,9 @@ def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
         page.chart("dots", f"{title}: before and after", BEFORE_AFTER, view(moved, x="test accuracy", unit="%", lanes=True))
         along = [_along(client, i, kind, dash) for i, client in enumerate(clients) for dash, kind in enumerate(kinds)]
         page.chart("lines", f"{title}: along α", ALONG, view(along, x="α subtracted", y="validation accuracy", unit="%"))
-        again = any(c.get("retrained") for c in clients)  # runs without them stand beside
+        beside = {key: said for key, said in BESIDE.items() if any(c.get(key) for c in clients)}
         header = ["Client", "Classes", "α", "Target before, %", "Target after, %", "Control before, %", "Control after, %"]
-        header += [*(["Target, trained without it, %", "Control, trained without it, %"] if again else []), "n"]
+        header += [*(f"{which}, {said}, %" for said in beside.values() for which in ("Target", "Control")), "n"]
         rows: list[Row] = []
         for c in clients:
             tested = [c[when][f"test_{kind}"] for kind in kinds for when in ("before", "after")]
@@ -151,7 +152,7 @@ def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
                     ", ".join(c["classes"]),
                     number("{:g}", c["after"]["alpha"]),
                     *map(_accuracy, tested),
-                    *([_retrained(c, kind) for kind in kinds] if again else []),
+                    *(_beside(c, key, kind) for key in beside for kind in kinds),
                     Cell("1", "", 1),
                 ]
             )
@@ -159,8 +160,8 @@ def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
         page.listed([_known(f"Client {c['client']}: {note}.", names) for c in clients for note in c.get("notes") or []])
 
 
-def _retrained(client: Mapping[str, Any], kind: str) -> Cell:
-    found = client.get("retrained")
+def _beside(client: Mapping[str, Any], key: str, kind: str) -> Cell:
+    found = client.get(key)
     return _accuracy(found[f"test_{kind}"]) if found else NONE
 
 

@@ -45,7 +45,7 @@ MACROS = r"""% Every number of the report: \lens{TABLE}{CELL} is the mean test a
 % \lens[minus OTHER]{TABLE}{CELL} what CELL has more than OTHER on the seeds that both have, with the 95 % interval of that,
 % \lens[times OTHER]{TABLE}{CELL} how many times as long CELL's updates are (mean norm over rounds) as OTHER's,
 % \lens[NUMBER]{STUDY-KIND}{CELLS} of analyses: KIND sweep or interpolate (start, end, chosen, alpha), interference (cosine, sign conflict, xi), masks (iou, chance),
-% forget (target before, target after, others before, others after, target without, others without, alpha), each with sd as well,
+% forget (target before, target after, others before, others after, target without, others without, target head, others head, alpha), each with sd as well,
 % \lens[runs]{STUDY}{all}, \lens[trials]{STUDY}{all} (short runs to tune) and \lens[minutes]{STUDY}{all} (of both) those of a study. A name that is not here is an error, not a gap in the text.
 \providecommand{\lens}[3][mean]{\ifcsname lens/#2/#3/#1\endcsname\csname lens/#2/#3/#1\endcsname
   \else\errmessage{no number #1 of #3 in #2: see tables/numbers.tex}\fi}"""

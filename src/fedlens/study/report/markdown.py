@@ -287,13 +287,18 @@ def sweep_text(found: Mapping[str, Any]) -> str:
 
 
 def forget_text(client: Mapping[str, Any]) -> str:
-    before, after, again = client["before"], client["after"], client.get("retrained")
+    before, after = client["before"], client["after"]
+    beside = {"retrained": "trained without it", "reheaded": "the same model with a head without it"}
     classes = ", ".join(map(str, client["classes"][:4])) + (", …" if len(client["classes"]) > 4 else "")
     return (
         f"client {client['client']} ({classes}), α = {after['alpha']:g}: test accuracy on its classes "
         f"{100 * before['test_target']:.1f} to {100 * after['test_target']:.1f} %, on all others "
         f"{100 * before['test_control']:.1f} to {100 * after['test_control']:.1f} %"
-        + (f"; trained without it {100 * again['test_target']:.1f} and {100 * again['test_control']:.1f} %" if again else "")
+        + "".join(
+            f"; {said} {100 * client[key]['test_target']:.1f} and {100 * client[key]['test_control']:.1f} %"
+            for key, said in beside.items()
+            if client.get(key)
+        )
     )
 
 

@@ -20,6 +20,8 @@ HEADS = {  # kind -> number -> what it is called
         "others_after": "after",
         "target_without": "trained without it: its classes",
         "others_without": "all others",
+        "target_head": "head without it: its classes",
+        "others_head": "all others",
         "alpha": "α by validation",
     },
 }
@@ -68,11 +70,11 @@ def numbers_of(analysis: Analysis) -> dict[str, float]:
     if analysis.kind == "masks":
         return {key: float(found[key]) for key in ("iou", "chance")}
     numbers = {}
-    for when in ("before", "after", "retrained"):
+    for when, name in (("before", "before"), ("after", "after"), ("retrained", "without"), ("reheaded", "head")):
         clients = [client[when] for client in found["clients"] if client.get(when)]
         for what, key in (("target", "test_target"), ("others", "test_control")):
             if len(clients) == len(found["clients"]):
-                numbers[f"{what}_{'without' if when == 'retrained' else when}"] = _mean([float(client[key]) for client in clients])
+                numbers[f"{what}_{name}"] = _mean([float(client[key]) for client in clients])
     return {**numbers, "alpha": _mean([float(client["after"]["alpha"]) for client in found["clients"]])}
 
 
