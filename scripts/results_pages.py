@@ -15,7 +15,8 @@ import matplotlib
 from fedlens.study.figures import as_svg
 from fedlens.study.report.drawing import STYLE
 from fedlens.study.report.figures import dots_figure, forgotten_figure, length_figure
-from fedlens.study.report.markdown import LENGTH, beside, escaped, layout, measured_table, shown, with_sd
+from fedlens.study.report.latex_across import rate_of
+from fedlens.study.report.markdown import LENGTH, beside, escaped, layout, measured_table, rows_text, shown, with_sd
 from fedlens.study.report.over_seeds import over_seeds
 from fedlens.study.results import CellResult, StudyResult, TableResult, gather
 
@@ -54,17 +55,14 @@ def part(study: StudyResult, name: str) -> str:
 def of_table(table: TableResult) -> str:
     rows = []
     for cell in table.cells:
-        rates = {run.config["optim"]["lr"] for run in cell.runs.values()}
-        length = cell.over_rounds(LENGTH)
-        rows.append([cell.label, entry(cell), ", ".join(f"{rate:g}" for rate in sorted(rates)), f"{length.mean:.2g}" if length else ""])
-    head = ["", TEST, "learning rate", "length of an update"]
-    used = [0, 1, *(i for i in (2, 3) if any(row[i] for row in rows))]
-    return lines([head[i] for i in used], [[row[i] for i in used] for row in rows])
+        rate, length = rate_of(cell), cell.over_rounds(LENGTH)
+        moved = [f"{length.mean:.2g}" if length else ""] if table.sends else []
+        rows.append([cell.label, entry(cell), f"{rate:g}" if rate else "", *moved])
+    return lines(["", TEST, "learning rate", *(["length of an update"] if table.sends else [])], rows)
 
 
 def lines(head: list[str], rows: list[list[str]]) -> str:
-    found = [head, ["---"] * len(head), *([escaped(row[0]), *row[1:]] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in found)
+    return rows_text(head, [[escaped(row[0]), *row[1:]] for row in rows]) + "\n"
 
 
 def made() -> dict[Path, str]:
@@ -83,8 +81,10 @@ def made() -> dict[Path, str]:
             "places": dots_figure([*places["score or place"].cells, *places["places"].cells]),
             "forgetting": forgotten_figure(studies["forgetting"]),
         }
-        drawn = {FIGURES / f"{name}.svg": as_svg(figure) for name, figure in figures.items() if figure is not None}
-    return pages | drawn
+        for name, figure in figures.items():
+            assert figure is not None, name
+            pages[FIGURES / f"{name}.svg"] = as_svg(figure)
+    return pages
 
 
 def main() -> int:

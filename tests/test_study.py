@@ -275,7 +275,7 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     assert left["reheaded"]["test_control"] >= left["before"]["test_control"] - 0.02 and "reheaded" not in kept
     said = forget_text(left)
     assert f"trained without it {100 * left['retrained']['test_target']:.1f} and " in said and "trained without it" not in forget_text(kept)
-    assert said.endswith(f"a head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
+    assert said.endswith(f"; head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
     assert numbers_of(replace(found.analyses[5], found={"clients": [left]}))["target_head"] == 0
     page = html_report(Gathered([found]))
     assert "Target, trained without it, %" in page and "Control, head without it, %" in page

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
+from fedlens.study.report.over_seeds import BESIDE
 from fedlens.study.results import Analysis, SearchResult
 
 Row = list[Cell | str]
 Names = Mapping[str, str]  # run folder -> what it is called in the report
-BESIDE = {"retrained": "trained without it", "reheaded": "head without it"}  # what may stand beside a client that was subtracted
 ENDS = [{"at": 0, "text": "start", "before": True}, {"at": 1, "text": "trained"}]
 WIDE = 30  # a parameter whose largest value is so many times its smallest is drawn on a logarithmic axis
 

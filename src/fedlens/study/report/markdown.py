@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise, unpaired
 
@@ -166,7 +166,7 @@ def escaped(text: str) -> str:
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
-def _rows(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 1) -> str:
+def rows_text(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 1) -> str:
     """A table whose columns from `right` on stand at the right."""
     rule = ["---" if i < right else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
@@ -219,7 +219,7 @@ TUNED = (
 
 def _tuned(study: StudyResult, table: TableResult) -> list[str]:
     rows = [[escaped(text) for text in row] for row in tuned_rows(study, table)]
-    return [TUNED, _rows(["cell", "key", "value", "tried"], rows, right=4)] if rows else []
+    return [TUNED, rows_text(["cell", "key", "value", "tried"], rows, right=4)] if rows else []
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
@@ -249,7 +249,7 @@ def _cells(table: TableResult) -> str:
         if table.aim is not None
         else ""
     )
-    return _rows(header, rows) + under if table.sends else _rows(header[:3], [row[:3] for row in rows])
+    return rows_text(header, rows) + under if table.sends else rows_text(header[:3], [row[:3] for row in rows])
 
 
 def _mean(summary: Summary | None, scale: float) -> str:
@@ -274,7 +274,7 @@ def _paired(table: TableResult) -> list[str]:
         for c in found
     ]
     title = f"Test accuracy minus that of {escaped(shown(found[0].name_a))}, in points, paired over the n seeds that both have:"
-    return [title, _rows(header, rows), _list("No seed shared with it", unshared(table))]
+    return [title, rows_text(header, rows), _list("No seed shared with it", unshared(table))]
 
 
 def sweep_text(found: Mapping[str, Any]) -> str:
@@ -288,7 +288,6 @@ def sweep_text(found: Mapping[str, Any]) -> str:
 
 def forget_text(client: Mapping[str, Any]) -> str:
     before, after = client["before"], client["after"]
-    beside = {"retrained": "trained without it", "reheaded": "the same model with a head without it"}
     classes = ", ".join(map(str, client["classes"][:4])) + (", …" if len(client["classes"]) > 4 else "")
     return (
         f"client {client['client']} ({classes}), α = {after['alpha']:g}: test accuracy on its classes "
@@ -296,7 +295,7 @@ def forget_text(client: Mapping[str, Any]) -> str:
         f"{100 * before['test_control']:.1f} to {100 * after['test_control']:.1f} %"
         + "".join(
             f"; {said} {100 * client[key]['test_target']:.1f} and {100 * client[key]['test_control']:.1f} %"
-            for key, said in beside.items()
+            for key, said in BESIDE.items()
             if client.get(key)
         )
     )
@@ -326,7 +325,7 @@ def measured_table(found: Sequence[Measured]) -> str:
     """What analyses of one kind came to, a row for the cells that each is of."""
     heads = shared_heads(found)
     rows = [[escaped(shown(row.label)), *(with_sd(row.numbers.get(key), row.scale(key)) for key in heads), str(row.n)] for row in found]
-    return _rows(["", *heads.values(), "n"], rows)
+    return rows_text(["", *heads.values(), "n"], rows)
 
 
 def _analyses(group: Sequence[Analysis]) -> list[str]:
@@ -383,7 +382,7 @@ def _search(search: SearchResult) -> list[str]:
         f"## Search: {escaped(search.name)}",
         escaped(search.question),
         f"{states_text(search)}, n = 1 run each.{shared} Chosen on validation; the test set was not read.",
-        _rows(["", "validation accuracy", "parameters"], rows),
+        rows_text(["", "validation accuracy", "parameters"], rows),
     ]
 
 

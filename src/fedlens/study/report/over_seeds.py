@@ -8,6 +8,7 @@ from fedlens.study.results import Analysis, StudyResult
 from fedlens.study.statistics import Summary, summarise
 
 PLAIN = ("alpha", "cosine", "sign_conflict", "iou", "chance")  # the others are fractions of images, said in percent
+BESIDE = {"retrained": "trained without it", "reheaded": "head without it"}  # what may stand beside a client that was subtracted
 HEADS = {  # kind -> number -> what it is called
     "sweep": {"start": "test at α = 0", "end": "test at α = 1", "alpha": "α by validation", "chosen": "test there"},
     "interpolate": {"start": "test of the first", "end": "test of the second", "alpha": "α by validation", "chosen": "test there"},
@@ -18,9 +19,9 @@ HEADS = {  # kind -> number -> what it is called
         "target_after": "after",
         "others_before": "all others before",
         "others_after": "after",
-        "target_without": "trained without it: its classes",
+        "target_without": f"{BESIDE['retrained']}: its classes",
         "others_without": "all others",
-        "target_head": "head without it: its classes",
+        "target_head": f"{BESIDE['reheaded']}: its classes",
         "others_head": "all others",
         "alpha": "α by validation",
     },
