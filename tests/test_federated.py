@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fedlens.config import ServerConfig
 from fedlens.data.partition import partition
 from fedlens.engine import sequential
 from fedlens.engine.cohort import Cohort
+from fedlens.engine.ranks import Ranks
 from fedlens.engine.sequential import Sequential
 from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
 from fedlens.errors import UserError
@@ -39,6 +40,7 @@ from fedlens.optim.server import SERVER, server_step
 from fedlens.optim.sgd import LocalRule, effective_steps, sgd_step
 from fedlens.training import federated
 from fedlens.training.setup import Bench, set_up
+from fedlens.training.site import Site
 
 SMALL = [
     *FAST,
@@ -203,6 +205,41 @@ def test_running_out_of_memory_halves_the_chunk_and_goes_on(bench: Bench, monkey
     got = [u.delta.clone() for u in engine.updates(theta, work, rule)]
     assert engine.chunk == 2
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(want, got, strict=True))
+
+
+def test_a_compiled_cohort_has_one_width_and_halves_it_when_memory_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, engine, real, widths = engines(bench)[1], engines(bench, width=6)[1], Cohort._train, list[int]()
+    engine.compile = True  # only the widths matter here: nothing was compiled
+
+    def small_memory(self: Cohort, theta: torch.Tensor, work: Work, *rest: Any) -> Any:
+        widths.append(len(work))
+        if len(work) > 3 and sum(w == 6 for w in widths) == 3:
+            raise torch.OutOfMemoryError
+        return real(self, theta, work, *rest)
+
+    theta, rule = engine.space.read(bench.model), LocalRule(0.01)
+    for clients in (2, 5, 4, 1):
+        work = some_work(bench, clients)
+        want = [(u.client, u.delta.clone()) for u in plain.updates(theta, work, rule)]
+        with monkeypatch.context() as patched:
+            patched.setattr(Cohort, "_train", small_memory)
+            got = [(u.client, u.delta.clone()) for u in engine.updates(theta, work, rule)]
+        assert [k for k, _ in got] == [k for k, _ in want]
+        assert all(torch.allclose(a, b, atol=1e-7) for (_, a), (_, b) in zip(want, got, strict=True))
+    assert widths == [6, 6, 6, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "held", "ranks", "width"),
+    [([], range(10), 1, 4), ([], range(10), 3, 2), (["federated.idle=[0,1,2,3,4,5]"], range(10), 1, 4), ([], [7], 1, 1)],
+)
+def test_the_width_is_known_before_the_first_round(said: list[str], held: Sequence[int], ranks: int, width: int) -> None:
+    bench = set_up(compose([*SMALL, "federated.clients=10", "federated.participation=0.4", "federated.engine=cohort", *said]))
+    shards = federated.make_shards(bench)
+    site = Site(bench, {k: shards[k] for k in held}, Ranks(0, ranks))
+    site.begin(ParamSpace.of(bench.model), None)
+    assert isinstance(site.engine, Cohort)
+    assert site.engine.width == width
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -11,6 +11,7 @@ from conftest import EMBEDDED
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import load_dataset
 from fedlens.lens.masks import STRATEGIES, calibrate_mask, select
+from fedlens.lens.merging import RULES
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.models import create_model
 from fedlens.seeding import torch_rng
@@ -100,6 +101,16 @@ def test_a_gpu_selects_and_calibrates_the_masks_of_a_cpu() -> None:
         on_cpu = calibrate_mask(model, images, strategy=strategy)
         on_gpu = calibrate_mask(model.to(CUDA), images.to(CUDA), strategy=strategy)
         assert on_gpu.iou(on_cpu) > 0.9999 and on_gpu.active == on_cpu.active
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_gpu_merges_as_a_cpu(rule: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    deltas, weights = torch.randn(7, 50_000, generator=g), torch.tensor([1.0, 2, 3, 4, 5, 6, 7])
+    deltas[:, ::5] = deltas[:, ::5].round()  # equal magnitudes: those of lower index stay, here as there
+    options = {"fishers": torch.rand(7, 50_000, generator=g)} if rule == "fisher" else {}
+    on_gpu = RULES[rule](deltas.to(CUDA), weights.to(CUDA), **options)
+    assert torch.allclose(on_gpu.cpu(), RULES[rule](deltas, weights, **options), rtol=1e-5, atol=1e-6)
 
 
 def test_a_gpu_draws_the_labels_of_a_cpu_and_gives_its_sensitivities() -> None:

@@ -16,10 +16,12 @@ from fedlens.precision import Precision
 log = logging.getLogger("fedlens")
 
 
-def choose_engine(config: Config, model: nn.Module, space: ParamSpace, bank: ImageBank, pipeline: Pipeline, precision: Precision) -> Engine:
+def choose_engine(
+    config: Config, model: nn.Module, space: ParamSpace, bank: ImageBank, pipeline: Pipeline, precision: Precision, width: int = 1
+) -> Engine:
     """GPU: the cohort engine wherever the model takes a client axis. CPU: the sequential one, which measured no slower and smaller.
 
-    The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
+    `width`: the most clients that a round brings here. The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
     depend on a timing.
     """
     wanted, stackable = config.federated.engine, getattr(model, "client_axis", False)
@@ -31,7 +33,7 @@ def choose_engine(config: Config, model: nn.Module, space: ParamSpace, bank: Ima
         raise UserError(f"model.name: {config.model.name} keeps batch statistics, which federated averaging does not define; use a ViT")
     parts = (model, space, bank, pipeline, precision, config.train.compile)
     if wanted == "cohort" or (wanted == "auto" and stackable and precision.device.type == "cuda"):
-        return Cohort(*parts, chunk=config.federated.chunk)
+        return Cohort(*parts, chunk=config.federated.chunk, width=width)
     return Sequential(*parts)
 
 

@@ -39,15 +39,16 @@ class Cohort:
     precision: Precision
     compile: bool = False
     chunk: int | None = None  # clients at once; None: all that fit, and half as many whenever the device's memory runs out
+    width: int = 1  # the most clients of any round: compiled code is for one width, so narrower cohorts are filled up to it
     name: str = "cohort"
     _network: nn.Module = field(init=False)
     _transform: Callable[..., Tensor] = field(init=False)
     _step: Callable[..., tuple[Tensor, Tensor]] = field(init=False)
-    _width: int = 0  # the widest chunk so far: compiled code is for one width, so narrower ones are filled up
 
     def __post_init__(self) -> None:
         if self.chunk is None and self.precision.device.type == "cpu":
             self.chunk = max(1, CPU_NUMBERS // self.space.dense_size)
+        self.width = min(self.width, self.chunk or self.width)
         self._network, self._transform, self._step = self.model, transform, sgd_step
         if self.compile:
             self._network = compiled_blocks(self.model)
@@ -60,14 +61,14 @@ class Cohort:
         while at < len(work):
             size = min(self.chunk or len(work), len(work) - at)
             part = work.part(slice(at, at + size))
-            self._width = max(self._width, size)
+            filled = part.widened(self.width) if self.compile else part
             try:
-                deltas, losses = self._train(theta, part.widened(self._width) if self.compile else part, rule, offsets)
+                deltas, losses = self._train(theta, filled, rule, offsets)
             except torch.OutOfMemoryError:
-                if size == 1:
+                if len(filled) == 1:
                     raise
-                self.chunk = self._width = (size + 1) // 2
-                log.warning("cohort engine: out of memory with %d clients at once, going on with %d", size, self.chunk)
+                self.chunk = self.width = (len(filled) + 1) // 2
+                log.warning("cohort engine: out of memory with %d clients at once, going on with %d", len(filled), self.chunk)
                 torch.cuda.empty_cache()
                 continue
             for k, client in enumerate(part.clients):

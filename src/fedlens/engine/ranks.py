@@ -50,6 +50,10 @@ class Ranks:
         start = self.rank * size + min(self.rank, extra)
         return slice(start, start + size + (self.rank < extra))
 
+    def most(self, count: int) -> int:
+        """The largest part of `count` things that a rank has."""
+        return -(-count // self.world)
+
     def part(self, work: Work) -> Work:
         return work if self.world == 1 else work.part(self.share(len(work)))
 

@@ -72,9 +72,14 @@ class Offsets(Protocol):
     def __call__(self, client: int, /) -> Tensor: ...
 
 
+def cohort_size(clients: int, participation: float) -> int:
+    """How many clients a round draws: a fraction of all, at least one."""
+    return max(1, round(participation * clients))
+
+
 def sample_cohort(seed: int, round_: int, clients: int, participation: float) -> list[int]:
-    """A fraction of the clients without replacement, ascending; at least one."""
-    count = max(1, round(participation * clients))
+    """A round's clients, drawn without replacement, ascending."""
+    count = cohort_size(clients, participation)
     return sorted(int(c) for c in numpy_rng(seed, "cohort", round_).choice(clients, size=count, replace=False))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.lens.bitmap import KINDS, Mask, parts
+from fedlens.lens.norms import kth_smallest
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.seeding import torch_rng
@@ -66,7 +67,7 @@ def select(scores: Tensor, among: Tensor, count: int, lowest: bool = True) -> Te
         return among.clone()
     chosen = torch.zeros_like(values, dtype=torch.bool)
     if count:
-        edge = values.kthvalue(count if lowest else len(values) - count + 1).values  # not torch.quantile: that fails above 2^24 entries
+        edge = kth_smallest(values, count if lowest else len(values) - count + 1)  # not torch.quantile: that fails above 2^24 entries
         chosen = values < edge if lowest else values > edge
         chosen[(values == edge).nonzero().squeeze(1)[: count - int(chosen.sum())]] = True
     result = torch.zeros_like(among)

@@ -8,14 +8,16 @@ fedlens.config imports RULES from here to check `server.merge`, so this module i
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlens.errors import UserError, bad_value, unknown
-from fedlens.lens.norms import l2
+from fedlens.lens.norms import kth_smallest, l2
 from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.seeding import torch_rng
 
@@ -87,9 +89,13 @@ def dare(
     if len(ids) != len(deltas):
         raise bad_value("dare clients", len(ids), f"one id for each of {len(deltas)} task vectors")
     total = torch.zeros_like(deltas[0])
-    for delta, weight, client in zip(deltas, weights.tolist(), ids, strict=True):
-        draw = torch.rand(len(delta), generator=torch_rng(seed, "dare", round, client))  # on the CPU: the same on every device
-        total.add_(torch.where((draw >= drop).to(delta.device), delta, 0.0), alpha=weight / (1 - drop))
+
+    def stays(client: int) -> Tensor:
+        return torch.rand(deltas.shape[1], generator=torch_rng(seed, "dare", round, client)) >= drop  # on the CPU: alike on every device
+
+    with ThreadPoolExecutor(min(len(deltas), os.cpu_count() or 1)) as pool:  # a draw is the work of one thread
+        for delta, weight, kept in zip(deltas, weights.tolist(), pool.map(stays, ids), strict=True):
+            total.add_(torch.where(kept.to(delta.device), delta, 0.0), alpha=weight / (1 - drop))
     return total.div_(float(weights.sum()))
 
 
@@ -134,7 +140,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     size = magnitudes.shape[-1]
     if count == 0 or count == size:
         return torch.full_like(magnitudes, count > 0, dtype=torch.bool)
-    threshold = magnitudes.kthvalue(size - count + 1, dim=-1, keepdim=True).values
+    threshold = kth_smallest(magnitudes, size - count + 1)
     above, level = magnitudes > threshold, magnitudes == threshold
     missing = count - above.sum(-1, keepdim=True)  # [..., 1]: how many of those on the threshold belong
     if not torch.equal(level.sum(-1, keepdim=True), missing):

@@ -1,4 +1,5 @@
-"""Norms that can be relied on: torch on a CPU adds twenty million squares in single precision and is 0.1 % short, for absolute values 3 %."""
+"""Norms and order statistics of long vectors. On a CPU torch adds twenty million squares in single precision and is 0.1 % short, for absolute
+values 3 %; these can be relied on."""
 
 import math
 
@@ -21,6 +22,14 @@ def l2(vector: Tensor) -> float:
 def squared(vector: Tensor) -> float:
     """‖v‖²."""
     return _powers(vector, 2)
+
+
+def kth_smallest(values: Tensor, k: int) -> Tensor:
+    """The k-th smallest of each row [..., size] -> [..., 1], k from 1. On a GPU by sorting: `kthvalue` gives a row to one block of
+    threads and takes a quarter of a second for twenty million entries. Both have the same bits."""
+    if values.device.type == "cuda":
+        return values.sort(dim=-1).values[..., k - 1 : k]
+    return values.kthvalue(k, dim=-1, keepdim=True).values
 
 
 def _powers(vector: Tensor, p: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlens.data.partition import Index
 from fedlens.engine import choose_engine
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import Engine, Offsets, Update, plan_round
+from fedlens.engine.work import Engine, Offsets, Update, cohort_size, plan_round
 from fedlens.lens.masks import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import ridge_statistics
@@ -128,7 +128,9 @@ class Site:
     def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
         bench = self.bench
         self._space = space
-        self._engine = choose_engine(bench.config, bench.model, space, bench.train, bench.pipeline, bench.precision)
+        fed = bench.config.federated
+        widest = self.ranks.most(min(cohort_size(fed.clients, fed.participation), len(self.holding)))
+        self._engine = choose_engine(bench.config, bench.model, space, bench.train, bench.pipeline, bench.precision, widest)
         if mask is not None and fresh:
             self.traffic.down += len(self.holding) * mask.bitmap_bytes
 
