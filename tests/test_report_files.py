@@ -191,6 +191,30 @@ def test_a_table_without_clients_has_no_columns_of_traffic(tmp_path: Path) -> No
     assert "Validation accuracy, %" in page and "MB sent" not in page and "Reached by" not in page
 
 
+def test_cells_may_be_compared_with_the_first_of_their_own_case(tmp_path: Path) -> None:
+    two = [[0.70, 0.71, 0.72], [0.74, 0.76, 0.75]]
+    cells: list[Cell] = [
+        (f"{case}, {rule}", case, {"server.merge": rule}, two[i]) for case in "ab" for i, rule in enumerate(("mean", "ties"))
+    ]
+    cells.append(("b, dare", "b", {"server.merge": "dare"}, [None, None, None, 0.5]))
+    folder = make_study(tmp_path / "s", {"rules": cells})
+    told = json.loads((folder / "study.json").read_text())
+    (table,) = gather([folder]).studies[0].tables
+    assert [(c.name_a, c.name_b) for c in table.comparisons()] == [("a, mean", c) for c in ("a, ties", "b, mean", "b, ties")]
+    assert table.compared_with == "a, mean" and table.unshared() == ["b, dare"]
+    told["tables"][0]["by_case"] = True
+    (folder / "study.json").write_text(json.dumps(told))
+    found = gather([folder])
+    (table,) = found.studies[0].tables
+    assert [(c.name_a, c.name_b) for c in table.comparisons()] == [("a, mean", "a, ties"), ("b, mean", "b, ties")]
+    text = markdown_report(found)
+    assert "minus that of the first cell of its case, in points" in text and "| b, ties | +4.00 |" in text and "| b, mean | +" not in text
+    assert "No seed shared with it:\n\n- b, dare" in text
+    for kind, said in {"paired": "minus that of the first cell of its case", "grid": "differs from the first cell of its case"}.items():
+        assert said in next(each.text for each in latex_tables(found) if each.kind == kind)
+    assert "differences of test accuracy to the first cell of its case, in points" in html_report(found)
+
+
 def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_path: Path, blank: None) -> None:
     tables: dict[str, Sequence[Cell]] = {"t": [("a", "a", {}, [0.5, 0.6]), ("b", "b", {}, [None, 0.7]), ("c", "c", {}, [None, None])]}
     failures = {"run-0-1-0": "the disk of /home/me/runs/x/model.safetensors is full"}

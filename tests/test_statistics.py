@@ -4,7 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 
 import numpy as np
@@ -120,6 +120,17 @@ def test_against_a_baseline_the_others_are_subtracted_from_in_their_order() -> N
     assert (second.name_a, second.name_b, second.n, second.difference) == ("base", "c", 1, -1.0)
     assert unpaired(runs, "base") == [("base", "alone")]
     assert compare({"base": {0: 1.0}}) == unpaired({"base": {0: 1.0}}, "base") == []
+
+
+def test_each_may_have_a_baseline_of_its_own_and_all_tests_are_counted() -> None:
+    runs = {"a": {0: 1.0, 1: 1.0}, "a2": {0: 2.0, 1: 4.0}, "b": {0: 5.0, 1: 5.0}, "b2": {0: 4.0, 1: 1.0}, "b3": {7: 1.0}}
+    own = {"a": "a", "a2": "a", "b": "b", "b2": "b", "b3": "b"}
+    first, second = compare(runs, own)
+    assert (first.name_a, first.name_b, first.difference) == ("a", "a2", 2.0)
+    assert (second.name_a, second.name_b, second.difference) == ("b", "b2", -2.5)
+    assert first.p is not None and first.p_adjusted == pytest.approx(2 * first.p)
+    assert unpaired(runs, own) == [("b", "b3")]
+    assert compare(runs, {"a2": "a"}) == [replace(first, p_adjusted=first.p)], "who has none is compared with nothing"
 
 
 def test_a_swap_of_the_pair_turns_the_sign_and_nothing_else() -> None:
@@ -245,6 +256,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compare({"a": A, "b": B | {2: math.nan}}), "b: nan"),
     (lambda: compare({"a": A, "b": B}, baseline="c"), "baseline: 'c'"),
     (lambda: unpaired({"a": A, "b": B}, baseline="c"), "baseline: 'c'"),
+    (lambda: compare({"a": A, "b": B}, baseline={"a": "c"}), "baseline: 'c'"),
     (lambda: compare({"a": A, "b": B}, method="holms"), "did you mean 'holm'"),
     (lambda: holm([0.1, 1.1]), "p_values: 1.1"),
     (lambda: benjamini_hochberg([math.nan]), "p_values: nan"),

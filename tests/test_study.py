@@ -153,6 +153,7 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: y, y: x}}}]", "takes another's"),
         ("tables: [{name: a, tune: [optim.lr]}]", "allowed is a mapping"),
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
+        ("tables: [{name: a, against: first}]", "against of table a: 'first' given, allowed is case"),
         ("- 1", "has no tables"),
     ],
 )

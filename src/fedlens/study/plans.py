@@ -14,6 +14,7 @@
         local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
         evaluations: 10                                       so many a run, however many rounds it has
         target: 0.85                                          validation accuracy that rounds and bytes are counted to
+        against: case                                         differences are to the first cell of the same case; without it to the table's first cell
         tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   every cell gets the value that validation prefers for it; or {cifar100: {…}}: see tuning.py
                                                               like: {half B: half A} in it: a cell that takes the value of another
     analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
@@ -37,7 +38,7 @@ from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
-TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "tune"}
+TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
 TUNE_KEYS = {"key", "by", "length", "tries", "like"}
 SPECIAL_KEYS = {"case", "place", "set"}
 
@@ -105,6 +106,7 @@ class Table:
     name: str
     question: str = ""
     target: float | None = None
+    by_case: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     cells = [found for table in content["tables"] for found in _cells(table, place, places, common, overrides)]
     runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
     _told_apart(runs)
-    tables = [Table(_name(table), str(table.get("question", "")), table.get("target")) for table in content["tables"]]
+    tables = [Table(_name(table), str(table.get("question", "")), table.get("target"), _by_case(table)) for table in content["tables"]]
     filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
     tunes = []
     for table in content["tables"]:
@@ -176,6 +178,12 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     named = tuple(table.name for table in filled)
     analyses = [Asked(given, named) for given in _analyses(content.get("analyses"), place, places)]
     return Plan(path.stem, str(content.get("question", "")), place, runs, filled, analyses, tunes)
+
+
+def _by_case(table: Mapping[str, Any]) -> bool:
+    if table.get("against", "case") != "case":
+        raise bad_value(f"study: against of table {_name(table)}", table["against"], "case, or nothing")
+    return "against" in table
 
 
 def _distinct(names: Sequence[str]) -> None:

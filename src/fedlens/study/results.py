@@ -18,7 +18,7 @@ from fedlens.errors import UserError, first_line
 from fedlens.identity import known_by
 from fedlens.runs.store import read_metrics
 from fedlens.study.plans import labelled
-from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise
+from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
 STUDY_FILE = "study.json"
 SEARCH_FILE = "search.json"
@@ -103,11 +103,30 @@ class TableResult:
     question: str
     cells: list[CellResult]
     target: float | None = None  # validation accuracy
+    by_case: bool = False  # a cell is compared with the first of its own case, else with the first of all
 
     def comparisons(self, key: str = "test_accuracy") -> list[Comparison]:
-        """Every cell minus the first on the seeds that they share, with Holm's correction over the table."""
-        named = {cell.label: cell.of(key) for cell in self.cells if cell.of(key)}
-        return compare(named, baseline=next(iter(named))) if len(named) > 1 else []
+        """Every cell minus the one it is compared with on the seeds that they share, with Holm's correction over the table."""
+        named, baselines = self._compared(key)
+        return compare(named, baselines) if len(named) > 1 else []
+
+    def unshared(self, key: str = "test_accuracy") -> list[str]:
+        """Cells that share no seed with the one that they are compared with."""
+        named, baselines = self._compared(key)
+        return [label for _, label in unpaired(named, baselines)] if named else []
+
+    @cached_property
+    def compared_with(self) -> str:
+        """The label of the cell that all others are compared with, or what it is for each."""
+        return "the first cell of its case" if self.by_case else next(iter(self._compared("test_accuracy")[0]), "")
+
+    def _compared(self, key: str) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
+        """label -> seed -> value, of cells that have any; label -> label of the cell that it is compared with."""
+        found = [cell for cell in self.cells if cell.of(key)]
+        first: dict[str, str] = {}
+        for cell in found:
+            first.setdefault(cell.case if self.by_case else "", cell.label)
+        return {cell.label: cell.of(key) for cell in found}, {cell.label: first[cell.case if self.by_case else ""] for cell in found}
 
     @cached_property
     def aim(self) -> float | None:
@@ -272,7 +291,7 @@ def _table(folder: Path, table: Mapping[str, Any], question: str) -> TableResult
         named = {int(seed): folder / "runs" / name for seed, name in cell["runs"].items()}
         finished = {seed: RunResult(path, seed) for seed, path in named.items() if (path / "summary.json").is_file()}
         cells.append(CellResult(cell["label"], cell["case"], cell["values"], finished, len(named)))
-    return TableResult(table["name"], table.get("question") or question, cells, table.get("target"))
+    return TableResult(table["name"], table.get("question") or question, cells, table.get("target"), table.get("by_case", False))
 
 
 # --- runs that no study planned

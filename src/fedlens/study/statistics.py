@@ -14,6 +14,7 @@ from typing import Any
 from fedlens.errors import UserError, bad_value, unknown
 
 Runs = Mapping[str, Mapping[int, float]]  # name -> seed -> value
+Baseline = str | Mapping[str, str] | None  # of all, or name -> its own; None: every pair
 LARGEST = 1e100  # what is squared and summed beyond it may overflow
 
 
@@ -71,8 +72,8 @@ def summarise(values: Iterable[float] | Mapping[int, float], confidence: float =
 # --- differences
 
 
-def compare(runs: Runs, baseline: str | None = None, method: str = "holm", confidence: float = 0.95) -> list[Comparison]:
-    """All pairs, or everything minus the baseline, on shared seeds only. Pairs that share none are left out: see `unpaired`."""
+def compare(runs: Runs, baseline: Baseline = None, method: str = "holm", confidence: float = 0.95) -> list[Comparison]:
+    """All pairs, or everything minus the baseline (or minus its own: name -> name), on shared seeds only. Pairs that share none are left out: see `unpaired`."""
     if method not in CORRECTIONS:
         raise unknown("method", method, CORRECTIONS)
     _check_confidence(confidence)
@@ -83,17 +84,21 @@ def compare(runs: Runs, baseline: str | None = None, method: str = "holm", confi
     return [c if c.p is None else replace(c, p_adjusted=next(adjusted)) for c in found]
 
 
-def unpaired(runs: Runs, baseline: str | None = None) -> list[tuple[str, str]]:
+def unpaired(runs: Runs, baseline: Baseline = None) -> list[tuple[str, str]]:
     """The pairs (a, b) that share no seed, and so cannot be compared."""
     return [(a, b) for a, b in _pairs(runs, baseline) if not runs[a].keys() & runs[b].keys()]
 
 
-def _pairs(runs: Runs, baseline: str | None) -> list[tuple[str, str]]:
+def _pairs(runs: Runs, baseline: Baseline) -> list[tuple[str, str]]:
     if not runs:
         raise UserError("compare: no runs given, allowed is one or more")
-    if baseline is not None and baseline not in runs:
-        raise unknown("baseline", baseline, runs)
-    return list(combinations(runs, 2)) if baseline is None else [(baseline, name) for name in runs if name != baseline]
+    if baseline is None:
+        return list(combinations(runs, 2))
+    own = dict.fromkeys(runs, baseline) if isinstance(baseline, str) else baseline
+    for name in own.values():
+        if name not in runs:
+            raise unknown("baseline", name, runs)
+    return [(own[name], name) for name in runs if own.get(name, name) != name]
 
 
 def _compare(runs: Runs, a: str, b: str, confidence: float) -> Comparison:

@@ -16,7 +16,7 @@ from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, per
 from fedlens.study.report.markdown import TUNED, tuned_rows
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import NEAR, CellResult, Gathered, StudyResult, TableResult
-from fedlens.study.statistics import Summary, summarise, unpaired
+from fedlens.study.statistics import Summary, summarise
 
 DOTS = 40  # drawn at first, one a row; the reader chooses others
 POINTS = 120  # of a curve: longer ones are thinned
@@ -201,10 +201,8 @@ def _stat(found: Summary | None, scale: float, digits: int = 2) -> Cell:
 
 
 def _differences(page: Page, table: TableResult) -> None:
-    named = {cell.label: values for cell in table.cells if (values := cell.of("test_accuracy"))}
-    if len(named) < 2:
+    if sum(bool(cell.of("test_accuracy")) for cell in table.cells) < 2:
         return
-    first = next(iter(named))
     rows: list[list[Cell | str]] = []
     for c in table.comparisons():
         interval = "–" if c.low is None or c.high is None else f"[{percent(c.low)}, {percent(c.high)}]"
@@ -212,9 +210,10 @@ def _differences(page: Page, table: TableResult) -> None:
         rows.append(
             [c.name_b, Cell(f"{100 * c.difference:+z.2f}", "", c.difference), Cell(interval, "", c.low), Cell(str(c.n), "", c.n), *tests]
         )
-    rows += [[name, NONE, NONE, Cell("0", "shares no seed", 0), NONE, NONE] for _, name in unpaired(named, first)]
+    rows += [[name, NONE, NONE, Cell("0", "shares no seed", 0), NONE, NONE] for name in table.unshared()]
+    first = table.compared_with if table.by_case else f"“{table.compared_with}”"
     tested = "t test, p adjusted for the tests of this table by Holm"
-    caption = f"Paired differences of test accuracy to “{first}”, in points, over the seeds that both have; {tested}."
+    caption = f"Paired differences of test accuracy to {first}, in points, over the seeds that both have; {tested}."
     page.table(caption, ["Cell", "Difference", "95 % CI", "n", "p", "p, Holm"], rows)
 
 

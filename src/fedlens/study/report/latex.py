@@ -251,7 +251,7 @@ def _claims(table: TableResult) -> str:
     clear = [c for c in found if c.p_adjusted is not None and c.p_adjusted < CLAIM]
     if not found:
         return ""
-    of = f"Of {len(found)} paired difference{'s' if len(found) > 1 else ''} to {shown(found[0].name_a)}"
+    of = f"Of {len(found)} paired difference{'s' if len(found) > 1 else ''} to {shown(table.compared_with)}"
     first = f"{of}, {len(clear) or 'none'} {'have' if len(clear) > 1 else 'has'} p < {CLAIM:g} after Holm's correction"
     told = [
         f"{shown(c.name_b)} {100 * c.difference:+z.2f} points {interval(c.low, c.high)} (n = {c.n}, p {_equals(c.p_adjusted)})"

@@ -237,9 +237,10 @@ def _below(study: StudyResult, tables: Sequence[TableResult], name: str, number:
                     f"{length.mean:.2g}" if length else NO_VALUE,
                 )
             )
+    first = "first row of its case" if any(table.by_case for table in tables) else "first row of its part"
     caption = (
         rf"{escape(shown(study.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; rate: of learning; length: of a client's update, mean over rounds. "
-        rf"$\dagger$: differs from the first row of its part, paired over seeds, $p < {CLAIM:g}$ after Holm's correction in the part; bold: and is higher."
+        rf"$\dagger$: differs from the {first}, paired over seeds, $p < {CLAIM:g}$ after Holm's correction in the part; bold: and is higher."
     )
     head = [row("", "$n$", r"mean $\pm$ sd", "rate", "length")]
     text = table_float(name, caption, f"{label_column(1.45)}ccrr", head, rows, wide=False)

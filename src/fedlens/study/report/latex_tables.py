@@ -20,7 +20,6 @@ from fedlens.study.report.markdown import (
     shown,
     states_text,
     table_stems,
-    unshared,
     value_text,
 )
 from fedlens.study.results import CellResult, Gathered, SearchResult, TableResult
@@ -179,7 +178,7 @@ def label_column(inches: float) -> str:
 
 
 def marks(table: TableResult) -> dict[str, Comparison]:
-    """label -> its difference to the first cell, where that is below 5 % after correction."""
+    """label -> its difference to the cell it is compared with, where that is below 5 % after correction."""
     return {c.name_b: c for c in table.comparisons() if c.p_adjusted is not None and c.p_adjusted < CLAIM}
 
 
@@ -187,7 +186,7 @@ def marks_text(table: TableResult) -> str:
     found, marked = table.comparisons(), marks(table)
     if not found:
         return ""
-    first, limit = escape(shown(found[0].name_a)), f"$p < {CLAIM:g}$"
+    first, limit = escape(shown(table.compared_with)), f"$p < {CLAIM:g}$"
     if not marked:
         return f" No paired difference to {first} has {limit} after Holm's correction."
     said = rf" $\dagger$: differs from {first} (paired over seeds, {limit} after Holm's correction)"
@@ -318,9 +317,9 @@ def _paired(table: TableResult, found: Sequence[Comparison], name: str, study: i
         )
         for c in found
     ]
-    alone = unshared(table)
+    alone = [shown(label) for label in table.unshared()]
     caption = (
-        f"{escape(shown(table.name))}: test accuracy minus that of {escape(shown(found[0].name_a))}, in points, over the $n$ seeds that both have; "
+        f"{escape(shown(table.name))}: test accuracy minus that of {escape(shown(table.compared_with))}, in points, over the $n$ seeds that both have; "
         r"95\,\% $t$ interval; $p$ of the paired $t$ test, and after Holm's correction."
         + (f" No seed shared: {escape(', '.join(alone))}." if alone else "")
     )

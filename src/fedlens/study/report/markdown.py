@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlens.study.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
-from fedlens.study.statistics import Summary, summarise, unpaired
+from fedlens.study.statistics import Summary, summarise
 
 NOTHING = "—"
 MB = 1e-6
@@ -65,12 +65,6 @@ def reached(table: TableResult, cell: CellResult) -> tuple[dict[str, Summary | N
     cost = table.cost(cell) if evaluated else {}
     found = {key: summarise(values) if values else None for key, values in cost.items()}
     return found, f"{len(cost['rounds'])} of {len(evaluated)} reached it" if evaluated else ""
-
-
-def unshared(table: TableResult) -> list[str]:
-    """Cells that share no seed with the one that all are compared with."""
-    named = {cell.label: cell.of("test_accuracy") for cell in table.cells if cell.of("test_accuracy")}
-    return [shown(b) for _, b in unpaired(named, next(iter(named)))] if named else []
 
 
 def missing(table: TableResult) -> list[str]:
@@ -260,7 +254,7 @@ def _mean(summary: Summary | None, scale: float) -> str:
 def _paired(table: TableResult) -> list[str]:
     found = table.comparisons()
     if not found:
-        return [_list("No seed shared with the first cell", unshared(table))]
+        return [_list(f"No seed shared with {escaped(shown(table.compared_with))}", [shown(label) for label in table.unshared()])]
     header = ["cell", "difference", "95 % interval", "n", "p", "p (Holm)"]
     rows = [
         [
@@ -273,8 +267,8 @@ def _paired(table: TableResult) -> list[str]:
         ]
         for c in found
     ]
-    title = f"Test accuracy minus that of {escaped(shown(found[0].name_a))}, in points, paired over the n seeds that both have:"
-    return [title, rows_text(header, rows), _list("No seed shared with it", unshared(table))]
+    title = f"Test accuracy minus that of {escaped(shown(table.compared_with))}, in points, paired over the n seeds that both have:"
+    return [title, rows_text(header, rows), _list("No seed shared with it", [shown(label) for label in table.unshared()])]
 
 
 def sweep_text(found: Mapping[str, Any]) -> str:
