@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from fedlens.errors import UserError
 from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
-from fedlens.study.report.figures import FigureFile, forgotten_figure, length_figure, write_figures
+from fedlens.study.report.figures import FigureFile, alpha_figure, forgotten_figure, length_figure, write_figures
 from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
-from fedlens.study.report.latex_across import across_tables, numbers
+from fedlens.study.report.latex_across import across_tables, numbers, rate_of
 from fedlens.study.report.latex_tables import escape, latex_tables
 from fedlens.study.report.markdown import csv_rows, escaped, layout, markdown_report, placeless, slug, table_stems, unique
 from fedlens.study.report.over_seeds import numbers_of, over_seeds
@@ -213,6 +214,27 @@ def test_cells_may_be_compared_with_the_first_of_their_own_case(tmp_path: Path) 
     for kind, said in {"paired": "minus that of the first cell of its case", "grid": "differs from the first cell of its case"}.items():
         assert said in next(each.text for each in latex_tables(found) if each.kind == kind)
     assert "differences of test accuracy to the first cell of its case, in points" in html_report(found)
+
+
+def test_a_head_alone_has_no_learning_rate(tmp_path: Path) -> None:
+    cells: list[Cell] = [("head", "central", {}, [0.80]), ("trained", "central", {}, [0.82])]
+    folder = make_study(tmp_path / "s", {"in one place": cells})
+    for run, steps in (("run-0-0-0", 0), ("run-0-1-0", 7)):
+        summary = folder / "runs" / run / "summary.json"
+        summary.write_text(json.dumps(json.loads(summary.read_text()) | {"steps": steps}))
+    assert [rate_of(cell) for cell in gather([folder]).studies[0].tables[0].cells] == [None, 0.03]
+
+
+def test_sweeps_are_drawn_as_far_as_all_of_them_go(tmp_path: Path) -> None:
+    far = SWEEP | {"points": [point(a, 0.8 - abs(a - 0.5) / 20) for a in (0.0, 0.5, 1.0, 2.0, 8.0)]}
+    folder = make_study(tmp_path / "s", {"t": [("a", "a", {}, [0.5])]}, [("sweep", SWEEP), ("sweep", far)])
+    told = json.loads((folder / "study.json").read_text())
+    told["analyses"][1]["labels"] = ["far"]
+    (folder / "study.json").write_text(json.dumps(told))
+    figure = alpha_figure(gather([folder]).studies[0])
+    assert figure is not None and alpha_figure(gather([folder]).studies[0], "interpolate") is None
+    drawn = [list(np.asarray(line.get_xdata())) for line in figure.axes[0].get_lines()]
+    assert drawn.count([0.0, 0.5, 1.0]) == 2 and max(max(x) for x in drawn) == 1.0
 
 
 def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_path: Path, blank: None) -> None:

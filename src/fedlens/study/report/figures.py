@@ -253,13 +253,11 @@ def _of_study(study: StudyResult) -> Iterator[Drawn]:
         n = counts(cell for cell, _, _ in masks)
         caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks, or nearly, are one row, called as the first of them."
         yield "masks", caption, _mask_figure(masks)
-    for kind, name, x in (("sweep", "alpha", "α"), ("interpolate", "between", "α: 0 is the first model, 1 the second")):
-        groups = of_seeds(study, kind)
-        if groups:
-            lines = [_alpha_line(group) for group in groups]
+    for kind, name in (("sweep", "alpha"), ("interpolate", "between")):
+        groups, drawn = of_seeds(study, kind), alpha_figure(study, kind)
+        if drawn is not None:
             what = "along the task vector" if kind == "sweep" else "on the line between two models"
-            caption = f"{shown(study.name)}: validation accuracy {what}, {_told_alphas(lines, groups)}"
-            yield name, caption, line_figure([Panel(lines, "validation accuracy (%)")], x)
+            yield name, f"{shown(study.name)}: validation accuracy {what}, {_told_alphas([_alpha_line(g) for g in groups], groups)}", drawn
     yield from _interferences([group for group in of_seeds(study, "interference") if all(a.found.get("xi") for a in group)])
     yield from _forgettings(of_seeds(study, "forget"))
     forgotten = forgotten_figure(study)
@@ -322,6 +320,18 @@ def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:
         for tick in ax.get_xticklabels():
             tick.set(rotation=45, ha="right", rotation_mode="anchor")
     return figure
+
+
+def alpha_figure(study: StudyResult, kind: str = "sweep") -> Figure | None:
+    """Accuracy along task vectors ("sweep") or between models ("interpolate"), as far as all of them were swept and the best of any lies."""
+    lines = [_alpha_line(group) for group in of_seeds(study, kind)]
+    if not lines:
+        return None
+    last = max(min(max(line.x) for line in lines), *(line.ring or 0.0 for line in lines))
+    cut = [
+        replace(line, x=[x for x in line.x if x <= last], y=[y for x, y in zip(line.x, line.y, strict=True) if x <= last]) for line in lines
+    ]
+    return line_figure([Panel(cut, "validation accuracy (%)")], "α" if kind == "sweep" else "α: 0 is the first model, 1 the second")
 
 
 def _alpha_line(group: Sequence[Analysis]) -> Line:

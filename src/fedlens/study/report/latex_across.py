@@ -171,8 +171,8 @@ def _with_sd(each: Measured, key: str) -> str:
 
 
 def rate_of(cell: CellResult) -> float | None:
-    """The learning rate that all of its runs share."""
-    settings = [run.config.get("optim") for run in cell.runs.values()]
+    """The learning rate that all of its runs share; of a head alone none, as it takes no step."""
+    settings = [run.config.get("optim") for run in cell.runs.values() if run.summary.get("steps") != 0]
     found = {float(optim["lr"]) for optim in settings if isinstance(optim, Mapping) and optim.get("lr") is not None}
     return found.pop() if len(found) == 1 else None
 
