@@ -241,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument(
         "name",
-        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, six_models, arithmetic, forgetting, rates, full; or a YAML file",
+        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting, rates, full; or a YAML file",
     )
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
