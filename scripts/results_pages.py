@@ -14,7 +14,7 @@ import matplotlib
 
 from fedlens.study.figures import as_svg
 from fedlens.study.report.drawing import STYLE
-from fedlens.study.report.figures import alpha_figure, dots_figure, forgotten_figure, length_figure
+from fedlens.study.report.figures import along_figure, dots_figure, forgotten_figure, length_figure
 from fedlens.study.report.latex_across import rate_of
 from fedlens.study.report.markdown import LENGTH, beside, escaped, layout, measured_table, rows_text, shown, with_sd
 from fedlens.study.report.over_seeds import over_seeds
@@ -80,7 +80,7 @@ def made() -> dict[Path, str]:
             "mask_rules": length_figure(studies["strategies"].tables[-1]),
             "places": dots_figure([*places["score or place"].cells, *places["places"].cells]),
             "forgetting": forgotten_figure(studies["forgetting"]),
-            "alpha": alpha_figure(studies["arithmetic"]),
+            "arithmetic": along_figure(studies["arithmetic"]),
         }
         for name, figure in figures.items():
             assert figure is not None, name

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from fedlens.errors import UserError
 from fedlens.study.report import figures, latex
 from fedlens.study.report.drawing import clean
-from fedlens.study.report.figures import FigureFile, alpha_figure, forgotten_figure, length_figure, write_figures
+from fedlens.study.report.figures import FigureFile, along_figure, forgotten_figure, length_figure, write_figures
 from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
 from fedlens.study.report.latex_across import across_tables, numbers, rate_of
@@ -231,8 +231,8 @@ def test_sweeps_are_drawn_as_far_as_all_of_them_go(tmp_path: Path) -> None:
     told = json.loads((folder / "study.json").read_text())
     told["analyses"][1]["labels"] = ["far"]
     (folder / "study.json").write_text(json.dumps(told))
-    figure = alpha_figure(gather([folder]).studies[0])
-    assert figure is not None and alpha_figure(gather([folder]).studies[0], "interpolate") is None
+    figure = along_figure(gather([folder]).studies[0])
+    assert figure is not None and along_figure(gather([folder]).studies[0], "interpolate") is None
     drawn = [list(np.asarray(line.get_xdata())) for line in figure.axes[0].get_lines()]
     assert drawn.count([0.0, 0.5, 1.0]) == 2 and max(max(x) for x in drawn) == 1.0
 

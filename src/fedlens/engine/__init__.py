@@ -21,8 +21,8 @@ def choose_engine(
 ) -> Engine:
     """GPU: the cohort engine wherever the model takes a client axis. CPU: the sequential one, which measured no slower and smaller.
 
-    `width`: the most clients that a round brings here. The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
-    depend on a timing.
+    The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
+    depend on a timing. `width`: the most clients that a round brings here.
     """
     wanted, stackable = config.federated.engine, getattr(model, "client_axis", False)
     if wanted == "cohort" and not stackable:

@@ -254,7 +254,7 @@ def _of_study(study: StudyResult) -> Iterator[Drawn]:
         caption = f"{shown(study.name)}: where the masks lie: share of each layer's weights that moves, and of what kind the weights are that move (%); mean over seeds ({n}). Cells with the same masks, or nearly, are one row, called as the first of them."
         yield "masks", caption, _mask_figure(masks)
     for kind, name in (("sweep", "alpha"), ("interpolate", "between")):
-        groups, drawn = of_seeds(study, kind), alpha_figure(study, kind)
+        groups, drawn = of_seeds(study, kind), along_figure(study, kind)
         if drawn is not None:
             what = "along the task vector" if kind == "sweep" else "on the line between two models"
             yield name, f"{shown(study.name)}: validation accuracy {what}, {_told_alphas([_alpha_line(g) for g in groups], groups)}", drawn
@@ -322,7 +322,7 @@ def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:
     return figure
 
 
-def alpha_figure(study: StudyResult, kind: str = "sweep") -> Figure | None:
+def along_figure(study: StudyResult, kind: str = "sweep") -> Figure | None:
     """Accuracy along task vectors ("sweep") or between models ("interpolate"), as far as all of them were swept and the best of any lies."""
     lines = [_alpha_line(group) for group in of_seeds(study, kind)]
     if not lines:
