@@ -331,6 +331,36 @@ def test_sites_that_leave_and_come_are_seen(tmp_path: Path, caplog: pytest.LogCa
     assert "site 70 is gone, and with it clients 0, 3" in caplog.text
 
 
+def test_a_site_that_is_still_busy_at_the_start_is_greeted_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a server was killed its sites end what they were doing for it first; one that does not fit is not asked over and over."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    wire = Wire()
+
+    def busy(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        greeted = [s for o, s, *_ in wire.asked if o == "hello"]
+        return reply if operation != "hello" or (site == 71 and greeted.count(71) >= 3) or site == 70 else "no" if site == 72 else None
+
+    wire.spoil = busy
+    run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=1", "deploy.wait=2")
+    greeted = [site for operation, site, *_ in wire.asked if operation == "hello"]
+    assert run.metrics[0]["clients"] == 4
+    assert greeted.count(70) == 1 and greeted.count(71) == 4 and greeted.count(72) == 1
+
+
+def test_a_site_that_says_nothing_between_rounds_holds_up_one_of_them(tmp_path: Path) -> None:
+    wire = Wire()
+    wire.away = {72}
+
+    def comes(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        wire.away = set()
+        return None if operation == "hello" and site == 72 else reply
+
+    wire.spoil = comes
+    run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=4")
+    assert [line["clients"] for line in run.metrics] == [4, 4, 4, 4]
+    assert [site for operation, site, *_ in wire.asked if operation == "hello"].count(72) == 1
+
+
 def test_too_few_answers_stop_the_run_which_then_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     wire, options = Wire(), ["federated.participation=1", "deploy.min_fraction=0.9"]

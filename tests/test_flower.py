@@ -208,7 +208,8 @@ def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: di
 
 def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Path) -> None:
     """Both in one federation: the round goes on without the site, the run goes on after the server, and nothing is lost."""
-    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=5", "deploy.deadline=45", "deploy.min_fraction=0.5"]) as d:
+    options = [*SMALL, "federated.rounds=5", "deploy.deadline=45", "deploy.min_fraction=0.5", "deploy.wait=300"]
+    with deployment(tmp_path / "f", 3, options) as d:
         for k in range(3):
             d.site(k)
         d.server()
@@ -224,7 +225,7 @@ def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Pa
         assert d.metrics[: len(before)] == before
         d.site(1)
         d.server()
-        run = d.finished(450)
+        run = d.finished(700)
         clients = [line["clients"] for line in run.metrics]
         assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
         assert clients[0] == clients[-1] == 3 and 2 in clients

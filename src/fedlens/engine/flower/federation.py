@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlens.composing import to_yaml
 from fedlens.config import Config, RunConfig
 from fedlens.engine.flower.node import SETUP, backbone_digest, setup_shapes, whole_space
-from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, from_upper
+from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, Silence, from_upper
 from fedlens.engine.work import Offsets, Update
 from fedlens.errors import UserError
 from fedlens.lens.bitmap import pack_bits
@@ -99,7 +99,7 @@ class Federation:
         wanted = [k for k in range(self.bench.config.federated.clients) if k not in self.bench.config.federated.exclude]
         until, told = time.monotonic() + self.config.wait, -1
         while True:
-            self.roll_call()
+            self.roll_call(silent_again=0.0)
             here = sum(k in self.members for k in wanted)
             if here != told:
                 log.info("%d of %d clients are there, at %d sites", here, len(wanted), len({m.site for m in self.members.values()}))
@@ -113,8 +113,9 @@ class Federation:
             raise UserError(f"deploy.wait: {here} of {len(wanted)} clients after {self.config.wait:g} s; deploy.min_fraction asks for more")
         log.warning("going on without %s", _listed([k for k in wanted if k not in self.members]))
 
-    def roll_call(self) -> None:
-        """Greet the sites that are new, forget those that are gone."""
+    def roll_call(self, silent_again: float = AGAIN) -> None:
+        """Greet the sites that are new, forget those that are gone. A site that says nothing is greeted again after `silent_again` seconds: between rounds
+        it is likely dead and must not hold up the next one; at the start it may be at its work for a server that was killed."""
         now = set(self.courier.sites())
         for site in self._greeted - now:
             self._forget(site, "is gone")
@@ -125,7 +126,7 @@ class Federation:
                     raise Refused(found)
                 self._enter(site, found)
             except Refused as why:
-                self._not_before[site] = time.monotonic() + AGAIN
+                self._not_before[site] = time.monotonic() + (silent_again if isinstance(found, Silence) else AGAIN)
                 log.warning("site %s is left out: %s", site, why)
 
     def _enter(self, site: int, found: Parcel) -> None:
@@ -185,7 +186,7 @@ class Federation:
         replies = self.courier.ask(operation, parcels, deadline)
         found: dict[int, Parcel | Failure] = {}
         for site in facts:
-            reply = replies.get(site) or Failure.of(f"no answer within {deadline:g} s")
+            reply = replies.get(site) or Silence.of(f"no answer within {deadline:g} s")
             self.traffic.up += reply.size
             if isinstance(reply, Parcel) and "error" in reply.facts:
                 reply = Failure.of(reply.facts["error"])

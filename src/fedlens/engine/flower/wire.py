@@ -33,6 +33,10 @@ class Failure(str):
         return found
 
 
+class Silence(Failure):
+    """Nothing has come in time; it may yet."""
+
+
 @dataclass(frozen=True)
 class Parcel:
     """One message's content."""
