@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ def test_the_last_and_the_best_are_kept_and_of_equals_the_earlier(tmp_path: Path
     with folder(tmp_path / "r", keep_last=2, keep_best=1) as run:
         for step, score in enumerate([0.1, 0.9, 0.9, 0.3, 0.4, 0.2]):
             run.save_checkpoint(step, {"a": torch.zeros(1)}, {"score": score})
+        run.settle()
         assert run._steps() == [1, 4, 5]
 
 
@@ -53,6 +55,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     with folder(tmp_path / "r") as run:
         for step in (1, 2):
             run.save_checkpoint(step, {"a": torch.full((100,), float(step))}, {})
+        run.settle()
         file = run.checkpoints / "step-000000002" / ("state.json" if "state" in harm else "tensors.safetensors")
         data = bytearray(file.read_bytes())
         if harm == "truncate":
@@ -76,6 +79,7 @@ def test_a_checkpoint_whose_best_is_damaged_is_passed_over_too(tmp_path: Path) -
         run.save_checkpoint(1, {"a": torch.zeros(1)}, {"score": 0.1, "best_step": 1})
         run.save_checkpoint(2, {"a": torch.zeros(1)}, {"score": 0.9, "best_step": 2})
         run.save_checkpoint(3, {"a": torch.zeros(1)}, {"score": 0.5, "best_step": 2})
+        run.settle()
         (run.checkpoints / "step-000000002" / "tensors.safetensors").write_bytes(b"")
         found = run.latest_checkpoint()
         assert found is not None
@@ -99,20 +103,69 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     RunFolder.open(tmp_path / "r").close()
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with folder(tmp_path / "r") as run:
         run.save_checkpoint(1, {"a": torch.zeros(1)}, {})
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+        run.settle()
         monkeypatch.setattr(store, "save_file", full)
+        run.save_checkpoint(2, {"a": torch.zeros(1)}, {})
         with pytest.raises(UserError, match="no space left on device; what was saved before is intact"):
-            run.save_checkpoint(2, {"a": torch.zeros(1)}, {})
+            run.save_checkpoint(3, {"a": torch.zeros(1)}, {})  # the next one says it
         assert [p.name for p in run.checkpoints.iterdir()] == ["step-000000001"]
         found = run.latest_checkpoint()
         assert found is not None
         assert found.step == 1
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_told_at_the_end_unless_something_else_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(path: Path, then: Callable[[], object]) -> None:
+        with folder(path) as run:
+            run.save_checkpoint(1, {"a": torch.zeros(1)}, {})
+            then()
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(UserError, match="no space left"):
+        train(tmp_path / "r", lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "s", lambda: 1 // 0)
+    RunFolder.open(tmp_path / "r").close()  # the lock was given back
+
+
+def test_training_goes_on_while_a_checkpoint_of_where_it_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, writing = threading.Event(), store.save_file
+
+    def slow(*given: Any) -> None:
+        assert release.wait(60)
+        writing(*given)
+
+    monkeypatch.setattr(store, "save_file", slow)
+    with folder(tmp_path / "r") as run:
+        weights, state = torch.zeros(3), {"counts": {"dropped": 0}}
+        run.save_checkpoint(1, {"w": weights}, state)
+        weights += 1  # before anything is on disk
+        state["counts"]["dropped"] = 5
+        assert run._steps() == []
+        release.set()
+        found = run.latest_checkpoint()
+        assert found is not None and found.tensors["w"].tolist() == [0, 0, 0] and found.state["counts"] == {"dropped": 0}
+
+
+def test_a_large_checkpoint_is_not_held_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    writing = store.save_file
+    monkeypatch.setattr(store, "COPIED", 1000)
+    monkeypatch.setattr(store, "save_file", lambda *given: (threads.append(threading.current_thread().name), writing(*given)))
+    with folder(tmp_path / "r") as run:
+        run.save_checkpoint(1, {"w": torch.zeros(250)}, {})
+        run.save_checkpoint(2, {"w": torch.zeros(251)}, {})
+        assert run._steps() == [1, 2]
+    assert [name == threading.current_thread().name for name in threads] == [False, True]
 
 
 def test_log_lines_are_timestamp_level_message(fast_run: Callable[..., Any]) -> None:

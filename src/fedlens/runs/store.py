@@ -3,6 +3,9 @@
 A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the
 tensors. It is written under another name, flushed to disk and renamed, so a folder of that name is whole or damaged by the
 disk, never half-written; a damaged one is passed over for the one before, and that is said.
+
+Training does not wait for the disk: it hands over a copy and goes on, while a thread writes, digests and flushes. One is under way at a time. Whatever
+reads checkpoints or ends the run waits for it, and an error of the disk comes up there or at the next one.
 """
 
 import errno
@@ -14,7 +17,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +37,7 @@ from fedlens.lens.task_vectors import TaskVector
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
 SECRET_FILE = "secret"
+COPIED = 2**30  # bytes of a checkpoint: a larger one is written while training waits, not held in memory twice
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
 
 
@@ -86,6 +92,8 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.keep_last, self.keep_best = keep_last, keep_best
         self.checkpoints = path / CHECKPOINTS
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
 
     # --- opening and closing -------------------------------------------------------------------------------------
 
@@ -123,15 +131,20 @@ class RunFolder:
         log.setLevel(logging.INFO)  # a run from Python keeps the same log as one from the command line
 
     def close(self) -> None:
-        log.removeHandler(self._handler)
-        self._handler.close()
-        self._lock.close()
+        try:
+            self.settle()
+        finally:
+            self._writer.shutdown()
+            log.removeHandler(self._handler)
+            self._handler.close()
+            self._lock.close()
 
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(*(() if kind is None else (UserError, OSError))):  # what went wrong first is what is told
+            self.close()
 
     # --- metrics and summary -------------------------------------------------------------------------------------
 
@@ -174,6 +187,7 @@ class RunFolder:
                 TaskVector(space, vector).save(folder / f"{client}.safetensors")
 
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
+        self.settle()
         self._save_tensors(MODEL_FILE, model)
         write_json(self.path / "summary.json", summary)
 
@@ -187,6 +201,20 @@ class RunFolder:
 
     def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """`state` may carry `score`: the best K by score are kept beside the last N, the earlier of two equal ones."""
+        self.settle()
+        if sum(tensor.nbytes for tensor in tensors.values()) > COPIED:
+            self._write_checkpoint(step, tensors, state)
+            return
+        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self._pending = self._writer.submit(self._write_checkpoint, step, copied, deepcopy(dict(state)))
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written; if it could not be, that is raised here."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         part, final = self.checkpoints / f".part-{step:09d}", self.checkpoints / f"step-{step:09d}"
         with disk_errors(final):
             try:
@@ -227,6 +255,7 @@ class RunFolder:
 
     def read_checkpoint(self, step: int) -> Checkpoint | None:
         """A checkpoint whose tensors match their digest, or None."""
+        self.settle()
         state = self._state(step)
         try:
             data = (self.checkpoints / f"step-{step:09d}" / "tensors.safetensors").read_bytes()
@@ -238,6 +267,7 @@ class RunFolder:
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest sound checkpoint whose best-so-far is sound too. Later ones are removed: the run makes them again."""
+        self.settle()
         for step in reversed(self._steps()):
             found = self.read_checkpoint(step)
             best = found.state.get("best_step") if found else None
