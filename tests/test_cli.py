@@ -107,3 +107,23 @@ def test_importing_fedlens_loads_no_torch() -> None:
 def test_every_public_name_resolves() -> None:
     for name in fl.__all__:
         assert callable(getattr(fl, name))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "experiment=centralized"], "an interrupted run goes on with: fedlens resume RUN"),
+        (["study", "strategies"], "the same command goes on with what is missing"),
+    ],
+)
+def test_an_interrupt_is_one_line_that_says_how_to_go_on(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedlens.training.execute.execute", interrupted)
+    monkeypatch.setattr("fedlens.study.runner.execute", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {told}"

@@ -24,7 +24,7 @@ from fedlens.config import Config
 from fedlens.errors import UserError
 from fedlens.study import search as search_module
 from fedlens.study import search_space
-from fedlens.study.processes import locked
+from fedlens.study.processes import Worker, locked
 from fedlens.study.results import gather, read_search
 from fedlens.study.search import Search
 from fedlens.study.search_cli import register
@@ -313,9 +313,12 @@ def test_a_search_that_is_killed_and_started_again_ends_with_the_same_trials(tmp
     assert states.count("FAIL") == 1 and len(states) == 5  # the one that was running is kept as failed, and tried again
 
 
-def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path) -> None:
-    found = Search(small_space(HOPELESS, trials=3), tmp_path / "s", jobs=2).run()
-    assert len(found.trials) == 3 and found.trials[0]["state"] == "complete"
+def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], Worker._start
+    monkeypatch.setattr(Worker, "_start", lambda self: (started.append(self.place), start(self))[1])
+    found = Search(small_space(HOPELESS, trials=5), tmp_path / "s", jobs=2).run()
+    assert sorted(started) == [0, 1]  # two processes for four trials; the first trial is alone
+    assert len(found.trials) == 5 and found.trials[0]["state"] == "complete"
     assert all(len(t["evaluations"]) == (3 if t["state"] == "complete" else 1) for t in found.trials)
     assert not list((tmp_path / "s").rglob("*.safetensors"))
 

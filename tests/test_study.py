@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from fedlens.runs.store import write_json
 from fedlens.study import runner
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Planned, plan_file, read_plan
-from fedlens.study.processes import Worker, environment_of, locked
+from fedlens.study.processes import Worker, Workers, environment_of, locked
 from fedlens.study.report.html import html_report
 from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
 from fedlens.study.report.over_seeds import numbers_of
@@ -215,7 +216,7 @@ def test_two_jobs_give_the_tables_of_one(plan_path: Path, tmp_path: Path) -> Non
     one.run()
     two.run()
     assert tables(tmp_path / "one") == tables(tmp_path / "two")
-    assert all(worker._process is None for worker in two.workers), "none is left"
+    assert all(worker._process is None for worker in two.workers.all), "none is left"
 
 
 def test_with_jobs_what_goes_wrong_is_told_and_the_rest_goes_on(plan_path: Path, tmp_path: Path) -> None:
@@ -619,6 +620,23 @@ def test_a_worker_stays_and_one_that_ended_is_told_and_replaced() -> None:
     worker.close()
     with pytest.raises(ChildProcessError, match="closed"):
         worker.do("e")
+
+
+def test_an_interrupt_ends_the_workers_that_are_at_work_and_begins_nothing_new() -> None:
+    workers, begun = Workers([sys.executable, "-c", WORKING], 2), []
+
+    def do(worker: Worker, task: str) -> object:
+        begun.append(task)
+        return worker.do(task)
+
+    assert [(task, answer["task"]) for task, answer in workers.each(do, ["a", "b", "c"])] == [(t, t) for t in "abc"]  # type: ignore[index]
+    processes = [worker._process for worker in workers.all]
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(workers.each(do, ["sleep", "sleep", "d"]))
+    assert time.monotonic() - before < 30  # they would have slept for 60
+    assert begun[3:] == ["sleep", "sleep"] and all(process is not None and process.poll() is not None for process in processes)
 
 
 def test_a_worker_at_work_ends_with_its_parent() -> None:

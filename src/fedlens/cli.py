@@ -310,5 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print("stopped; an interrupted run goes on with: fedlens resume RUN", file=sys.stderr)
+        again = args.command in ("study", "search")
+        told = "the same command goes on with what is missing" if again else "an interrupted run goes on with: fedlens resume RUN"
+        print(f"stopped; {told}", file=sys.stderr)
         return 130

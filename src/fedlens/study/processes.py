@@ -6,16 +6,20 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fedlens.errors import UserError
 from fedlens.runs.store import take_lock
+
+Task = TypeVar("Task")
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -60,13 +64,13 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._busy = self._closed = False
 
-    def do(self, task: str) -> Any:
-        """What the program answers. ChildProcessError: its process ended, with the last that it said."""
+    def do(self, task: Any) -> Any:
+        """What the program answers; both as JSON. ChildProcessError: its process ended, with the last that it said."""
         if self._process is None:
             self._process = self._start()
         process, answer, self._busy = self._process, "", True
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError, ValueError):  # ended, or closed by who is closing this worker
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
@@ -118,12 +122,46 @@ class Worker:
         self.retire()
 
 
-def work(do: Callable[[str], Any]) -> None:
+class Workers:
+    """As many at a time as there are places. After an interrupt none of them outlives it: what a run has kept, the next one goes on from."""
+
+    def __init__(self, command: list[str], jobs: int) -> None:
+        self.all = [Worker(command, place, jobs) for place in range(jobs)]
+
+    def each(self, do: Callable[[Worker, Task], Answer], tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
+        """Every task with what `do` makes of it with the worker that is free, in their order."""
+        idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self.all:
+            idle.put(worker)
+
+        def with_one(task: Task) -> Answer:
+            worker = idle.get()
+            try:
+                return do(worker, task)
+            finally:
+                idle.put(worker)
+
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            running = [(task, pool.submit(with_one, task)) for task in tasks]
+            try:
+                for task, future in running:
+                    yield task, future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # nothing new is begun
+                self.close()
+                raise
+
+    def close(self) -> None:
+        for worker in self.all:
+            worker.close()
+
+
+def work(do: Callable[[Any], Any]) -> None:
     """The other side of a `Worker`: tasks by stdin, answers by stdout. It ends when stdin is closed: at once where it is at work, as its parent is
     gone then."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a task prints is no answer
-    tasks: SimpleQueue[str | None] = SimpleQueue()
+    tasks: SimpleQueue[Any] = SimpleQueue()
     idle = threading.Event()
     idle.set()
 

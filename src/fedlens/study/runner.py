@@ -10,12 +10,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json
 from fedlens.study.analyses import wanted
 from fedlens.study.plans import Cell, Plan, Planned
-from fedlens.study.processes import Worker, locked, work
+from fedlens.study.processes import Worker, Workers, locked, work
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
 from fedlens.study.tuning import FAILED, Climb, climbs, settled
 from fedlens.training.execute import execute
@@ -42,7 +40,7 @@ class Study:
         self.asked, self.folder, self.jobs = plan, folder, jobs
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
-        self.workers = [Worker([sys.executable, "-m", "fedlens.study.runner"], place, jobs) for place in range(jobs)]
+        self.workers = Workers([sys.executable, "-m", "fedlens.study.runner"], jobs)
         names = [table.name for table in plan.tables]
         if wrong := [name for name in tables if name not in names]:
             raise unknown("--table", wrong[0], names)
@@ -82,8 +80,7 @@ class Study:
             try:
                 return self._run()
             finally:
-                for worker in self.workers:
-                    worker.close()
+                self.workers.close()
 
     def _run(self) -> StudyResult:
         self._tell()  # a report of what is there can be made, and kept, at any time
@@ -210,16 +207,7 @@ class Study:
             for planned in todo:
                 yield planned, _attempt(partial(self._here, planned))
             return
-        idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self.workers:
-            idle.put(worker)
-        with ThreadPoolExecutor(self.jobs) as pool:
-            running = [(p, pool.submit(_attempt, partial(self._apart, p, idle))) for p in todo]
-            try:
-                for planned, future in running:
-                    yield planned, future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt nothing new is begun
+        yield from self.workers.each(lambda worker, planned: _attempt(partial(self._apart, planned, worker)), todo)
 
     def _prepared(self, planned: Planned) -> None:
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
@@ -230,18 +218,14 @@ class Study:
         with quiet():
             execute(planned.config)
 
-    def _apart(self, planned: Planned, idle: "SimpleQueue[Worker]") -> None:
+    def _apart(self, planned: Planned, worker: Worker) -> None:
         self._prepared(planned)
         wanted = self.folder / "configs" / f"{planned.name}.yaml"
         wanted.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(wanted, to_yaml(planned.config))
-        worker = idle.get()
-        try:
-            told = worker.do(str(wanted))
-            if told and told["broken"]:
-                worker.retire()  # a device that failed may fail for all that comes after
-        finally:
-            idle.put(worker)
+        told = worker.do(str(wanted))
+        if told and told["broken"]:
+            worker.retire()  # a device that failed may fail for all that comes after
         if told:
             raise (ChildProcessError if told["broken"] else UserError)(told["error"])
 

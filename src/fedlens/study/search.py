@@ -12,10 +12,8 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
 from fedlens.seeding import key as keyed
-from fedlens.study.processes import end_with_parent, environment_of, locked
+from fedlens.study.processes import Worker, Workers, locked, work
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
 from fedlens.study.runner import quiet
 from fedlens.study.search_space import Dimension, Space, as_overrides
@@ -93,6 +91,7 @@ def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
 class Search:
     def __init__(self, space: Space, folder: Path, *, jobs: int = 1) -> None:
         self.space, self.folder, self.jobs = space, folder, jobs
+        self.workers = Workers([sys.executable, "-m", "fedlens.study.search"], jobs)
         self.optuna = optuna()
         self.study: Any = None
 
@@ -104,6 +103,8 @@ class Search:
                 self._try()
             except self.optuna.exceptions.StorageInternalError as error:
                 raise UserError(f"search: {self.folder / DATABASE} cannot be used ({first_line(error)})") from None
+            finally:
+                self.workers.close()
             self._tell()
         return read_search(self.folder)
 
@@ -197,8 +198,7 @@ class Search:
             return [{"state": "failed", "value": None, "why": str(error)}]
         if len(asked) == 1:
             return [conduct(asked[0], wanted[0], Path(wanted[0].run.dir or ""))]
-        with ThreadPoolExecutor(len(asked)) as pool:
-            return list(pool.map(self._apart, asked, wanted, range(len(asked))))
+        return [outcome for _, outcome in self.workers.each(self._apart, list(zip(asked, wanted, strict=True)))]
 
     def _configuration(self, trial: Any) -> Config:
         config = self.space.configuration(self._params(trial))
@@ -206,19 +206,16 @@ class Search:
         config.run.progress, config.run.keep_last, config.run.keep_best = False, 1, 1
         return config
 
-    def _apart(self, trial: Any, config: Config, place: int) -> dict[str, Any]:
+    def _apart(self, worker: Worker, asked: tuple[Any, Config]) -> dict[str, Any]:
+        trial, config = asked
         wanted = self.folder / "configs" / f"{trial.number}.yaml"
         wanted.parent.mkdir(exist_ok=True)
         write_atomic(wanted, to_yaml(config))
-        command = [sys.executable, "-m", "fedlens.study.search", str(self.folder), str(trial._trial_id), str(wanted)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, text=True, env=environment_of(place, self.jobs), **pipes) as process:  # type: ignore[call-overload]
-            lines = process.stdout.read().splitlines()
         try:
-            outcome: dict[str, Any] = json.loads(lines[-1])
-            return outcome
-        except (IndexError, ValueError):
-            return {"state": "failed", "value": None, "why": lines[-1] if lines else f"exit status {process.returncode}"}
+            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, str(wanted)])
+        except ChildProcessError as error:
+            return {"state": "failed", "value": None, "why": str(error)}
+        return outcome
 
     def _finish(self, trial: Any, outcome: Mapping[str, Any]) -> None:
         states = self.optuna.trial.TrialState
@@ -291,13 +288,12 @@ def search_folder(space: Space, given: str | None) -> Path:
     return Path(given) if given else Path("searches") / f"{space.name}-{space.place}"
 
 
-def _child(folder: str, trial: str, config: str) -> None:
-    """One trial in a process of its own, which ends with the one that started it: their pipe is closed then."""
-    end_with_parent()
+def _told(task: list[Any]) -> dict[str, Any]:
+    """In another process: one trial, and what became of it."""
+    folder, trial, config = task
     wanted = from_file(Path(config))
-    outcome = conduct(optuna().trial.Trial(open_study(Path(folder)), int(trial)), wanted, Path(wanted.run.dir or ""))
-    print(json.dumps(outcome), flush=True)
+    return conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    work(_told)
