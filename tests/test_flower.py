@@ -35,7 +35,7 @@ HERE = ["data=fashion_mini", "device=cpu", "run.progress=false"]
 SMALL = [
     *HERE,
     *("experiment=fedavg_iid", "federated.clients=3", "federated.participation=1", "federated.local_steps=1"),
-    *("optim.batch_size=4", "federated.eval_every=100", "deploy.wait=90"),
+    *("optim.batch_size=4", "federated.eval_every=100", "deploy.wait=300"),
 ]
 
 
@@ -86,7 +86,7 @@ class Deployment:
         path = self.folder / "run/log.txt"
         return path.read_text() if path.exists() else ""
 
-    def until(self, holds: Callable[[], bool], what: str, seconds: float = 150) -> None:
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > end:
@@ -94,7 +94,7 @@ class Deployment:
                 pytest.fail(f"{what}: not within {seconds} s\n{logs}\n{self.run_log()[-2000:]}")
             time.sleep(0.2)
 
-    def finished(self, seconds: float = 300) -> Run:
+    def finished(self, seconds: float = 600) -> Run:
         self.until(lambda: self.processes["server"].poll() is not None, "the server's end", seconds)
         assert self.processes["server"].returncode == 0, self.log("server")[-3000:] + self.run_log()[-2000:]
         return fl.load_run(self.folder / "run")
@@ -208,7 +208,7 @@ def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: di
 
 def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Path) -> None:
     """Both in one federation: the round goes on without the site, the run goes on after the server, and nothing is lost."""
-    options = [*SMALL, "federated.rounds=5", "deploy.deadline=45", "deploy.min_fraction=0.5", "deploy.wait=300"]
+    options = [*SMALL, "federated.rounds=5", "deploy.deadline=45", "deploy.min_fraction=0.5"]
     with deployment(tmp_path / "f", 3, options) as d:
         for k in range(3):
             d.site(k)
@@ -217,7 +217,7 @@ def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Pa
         asked = d.log("site1").count("train.update")
         d.until(lambda: d.log("site1").count("train.update") > asked, "a second round at site 1")
         d.kill("site1")
-        d.until(lambda: len(d.metrics) >= 2, "the round without site 1")
+        d.until(lambda: any(line["clients"] == 2 for line in d.metrics), "the round without site 1")
         assert "nothing from site" in d.run_log()
         d.kill("server")
         before = d.metrics
@@ -225,7 +225,7 @@ def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Pa
         assert d.metrics[: len(before)] == before
         d.site(1)
         d.server()
-        run = d.finished(700)
+        run = d.finished()
         clients = [line["clients"] for line in run.metrics]
         assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
         assert clients[0] == clients[-1] == 3 and 2 in clients
@@ -343,7 +343,7 @@ def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
             own = ["flower-supernode", *_with(command, "--port", free_port()), "--max-retries", "2"]
             d.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
         for name, (_, why) in tries.items():
-            d.until(lambda name=name: d.processes[name].poll() is not None, f"{name}: its end", 120)  # type: ignore[misc]
+            d.until(lambda name=name: d.processes[name].poll() is not None, f"{name}: its end")  # type: ignore[misc]
             assert d.processes[name].returncode != 0, name
             assert re.search(why, d.log(name)), (name, d.log(name)[-1500:])
         d.until(lambda: "0 of 3 clients are there, at 0 sites" in d.run_log(), "the server's count")
@@ -491,7 +491,7 @@ def test_the_how_to_page_word_for_word(tmp_path: Path) -> None:
                 with (tmp_path / f"site{len(sites)}.log").open("wb") as log:
                     sites.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True))
             else:
-                done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+                done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
                 assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
         assert len(sites) == 3
         python = "\n".join(text for language, text in fences if language == "python")
