@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upp
 from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.lens.bitmap import pack_bits, unpack_bits
+from fedlens.runs import store
 from fedlens.training.execute import Run, execute
 from fedlens.training.setup import set_up
 
@@ -345,6 +347,35 @@ def test_a_site_that_is_still_busy_at_the_start_is_greeted_until_it_answers(tmp_
     greeted = [site for operation, site, *_ in wire.asked if operation == "hello"]
     assert run.metrics[0]["clients"] == 4
     assert greeted.count(70) == 1 and greeted.count(71) == 4 and greeted.count(72) == 1
+
+
+def test_who_was_silent_at_the_start_is_not_waited_for_again_at_once(tmp_path: Path) -> None:
+    wire = Wire(spoil=lambda operation, site, reply: None if operation == "hello" and site == 72 else reply)
+    run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=2")
+    assert [line["clients"] for line in run.metrics] == [4, 4]
+    assert [site for operation, site, *_ in wire.asked if operation == "hello"].count(72) == 1
+
+
+def test_where_every_round_is_kept_it_is_on_disk_before_the_next_model_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done again with other answers, a round would be another model under the same noise (privacy.noise), and the difference of the two bare updates."""
+    writing = store.save_file
+
+    def slow(tensors: Any, path: Path) -> None:
+        time.sleep(2 if path.name == "tensors.safetensors" else 0)
+        writing(tensors, path)
+
+    monkeypatch.setattr(store, "save_file", slow)
+    wire, seen = Wire(), []
+
+    def looks(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation == "update" and site == 72:  # the first that is asked
+            seen.append(len(list((tmp_path / "r" / "checkpoints").glob("step-*"))))
+        return reply
+
+    wire.spoil = looks
+    options = ["federated.participation=1", "federated.eval_every=1", "run.keep_last=9", "run.checkpoint_minutes=0"]
+    federate(tmp_path / "r", wire, *options)
+    assert seen == [0, 1, 2]
 
 
 def test_a_site_that_says_nothing_between_rounds_holds_up_one_of_them(tmp_path: Path) -> None:

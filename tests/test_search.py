@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -321,6 +322,30 @@ def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path, monke
     assert len(found.trials) == 5 and found.trials[0]["state"] == "complete"
     assert all(len(t["evaluations"]) == (3 if t["state"] == "complete" else 1) for t in found.trials)
     assert not list((tmp_path / "s").rglob("*.safetensors"))
+
+
+def test_a_process_whose_device_failed_is_not_given_another_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retired: list[int] = []
+    for broken in (False, True):
+        answer = {"state": "failed", "value": None, "why": "CUDA error", "broken": broken}
+        monkeypatch.setattr(Worker, "do", lambda self, task, answer=answer: answer)
+        monkeypatch.setattr(Worker, "retire", lambda self: retired.append(self.place))
+        search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=1)
+        trial = types.SimpleNamespace(number=0, _trial_id=1)
+        (tmp_path / "s").mkdir(exist_ok=True)
+        assert search._apart(search.workers.all[0], (trial, search.space.base))["state"] == "failed"
+        assert retired == [0] * broken
+
+
+def test_a_failing_trial_says_whether_it_was_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, broken in ((RuntimeError("CUDA error: unspecified"), True), (UserError("optim.lr: too high"), False)):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(search_module, "execute", fails)
+        outcome = search_module.conduct(None, small_space(HOPELESS, trials=1).base, tmp_path)
+        assert outcome == {"state": "failed", "value": None, "why": str(error), "broken": broken}
 
 
 def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

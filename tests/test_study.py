@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -637,6 +638,25 @@ def test_an_interrupt_ends_the_workers_that_are_at_work_and_begins_nothing_new()
         list(workers.each(do, ["sleep", "sleep", "d"]))
     assert time.monotonic() - before < 30  # they would have slept for 60
     assert begun[3:] == ["sleep", "sleep"] and all(process is not None and process.poll() is not None for process in processes)
+
+
+def test_a_worker_that_is_closed_while_it_starts_does_not_outlive_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, start, starting = Worker([sys.executable, "-c", WORKING]), Worker._start, threading.Event()
+
+    def slowly(self: Worker) -> "subprocess.Popen[str]":
+        starting.set()
+        time.sleep(0.5)
+        return start(self)
+
+    monkeypatch.setattr(Worker, "_start", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker.do, "sleep")  # for 60 s
+        assert starting.wait(10)
+        before = time.monotonic()
+        worker.close()
+        with pytest.raises(ChildProcessError):
+            waiting.result(45)
+    assert time.monotonic() - before < 30
 
 
 def test_a_worker_at_work_ends_with_its_parent() -> None:

@@ -199,10 +199,10 @@ class RunFolder:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """`state` may carry `score`: the best K by score are kept beside the last N, the earlier of two equal ones."""
+    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, wait: bool = False) -> None:
+        """`state` may carry `score`: the best K by score are kept beside the last N, the earlier of two equal ones. `wait`: until it is on disk."""
         self.settle()
-        if sum(tensor.nbytes for tensor in tensors.values()) > COPIED:
+        if wait or sum(tensor.nbytes for tensor in tensors.values()) > COPIED:
             self._write_checkpoint(step, tensors, state)
             return
         copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

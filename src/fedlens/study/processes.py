@@ -63,12 +63,14 @@ class Worker:
         self.command, self.place, self.jobs = command, place, jobs
         self._process: subprocess.Popen[str] | None = None
         self._busy = self._closed = False
+        self._guard = threading.Lock()  # of the three: a worker may be closed while it starts
 
     def do(self, task: Any) -> Any:
         """What the program answers; both as JSON. ChildProcessError: its process ended, with the last that it said."""
-        if self._process is None:
-            self._process = self._start()
-        process, answer, self._busy = self._process, "", True
+        with self._guard:
+            if self._process is None:
+                self._process = self._start()
+            process, answer, self._busy = self._process, "", True
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError, ValueError):  # ended, or closed by who is closing this worker
             process.stdin.write(json.dumps(task) + "\n")
@@ -94,10 +96,11 @@ class Worker:
 
     def retire(self) -> None:
         """An idle process ends by itself, one at work is killed; another task would have a new one."""
-        process, self._process = self._process, None
+        with self._guard:
+            process, self._process, busy = self._process, None, self._busy
         if process is None:
             return
-        if self._busy:
+        if busy:
             process.kill()  # who waits for its answer sees the end, and does the rest
         else:
             self._end(process)
@@ -142,8 +145,8 @@ class Workers:
                 idle.put(worker)
 
         with ThreadPoolExecutor(len(self.all)) as pool:
-            running = [(task, pool.submit(with_one, task)) for task in tasks]
             try:
+                running = [(task, pool.submit(with_one, task)) for task in tasks]
                 for task, future in running:
                     yield task, future.result()
             except BaseException:

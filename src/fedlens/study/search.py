@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlens.composing import from_file, to_yaml
 from fedlens.config import Config
 from fedlens.errors import UserError, first_line
@@ -70,7 +72,8 @@ class Watch:
 
 
 def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
-    """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed, value, why}. Its weights are not kept."""
+    """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed, value, why, broken}. Its weights are not kept.
+    `broken`: it was the device or torch that failed, and may fail for all that comes after in this process."""
     watch, finished = Watch(trial, config), (path / "summary.json").is_file()
     try:
         for line in read_metrics(path):
@@ -81,7 +84,7 @@ def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
     except Pruned:
         outcome = {"state": "pruned", "value": max(watch.seen.values()), "why": None}
     except (UserError, RuntimeError) as error:  # a loss that is not finite, a device that is too small
-        outcome = {"state": "failed", "value": None, "why": first_line(error)}
+        outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
     shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
     for weights in path.glob("*.safetensors"):
         weights.unlink()
@@ -215,6 +218,8 @@ class Search:
             outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, str(wanted)])
         except ChildProcessError as error:
             return {"state": "failed", "value": None, "why": str(error)}
+        if outcome.get("broken"):
+            worker.retire()
         return outcome
 
     def _finish(self, trial: Any, outcome: Mapping[str, Any]) -> None:
@@ -292,7 +297,10 @@ def _told(task: list[Any]) -> dict[str, Any]:
     """In another process: one trial, and what became of it."""
     folder, trial, config = task
     wanted = from_file(Path(config))
-    return conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
+    outcome = conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # between trials its memory is the others'
+    return outcome
 
 
 if __name__ == "__main__":

@@ -136,7 +136,9 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
         space.write(model, theta)
         kept = {f"model.{n}": t for n, t in model.state_dict().items()} | {f"server.{n}": t for n, t in server.items()}
         kept |= {f"client.{k}": t for k, t in added.items()}
-        run.save_checkpoint(round_, kept | algorithm.tensors(), state | ({} if score is None else {"score": score}))
+        told = state | ({} if score is None else {"score": score})
+        # a round that must never be done again is on disk before the next one's model leaves: with other answers it would be another model
+        run.save_checkpoint(round_, kept | algorithm.tensors(), told, wait=cfg.run.checkpoint_minutes == 0)
 
     last_save = time.monotonic()
     with progress_bar(cfg.experiment, fed.rounds, round_, cfg.run.progress and ranks.first) as bar:

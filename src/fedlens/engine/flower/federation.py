@@ -111,6 +111,7 @@ class Federation:
             time.sleep(1.0)
         if here == 0 or here < self.config.min_fraction * len(wanted):
             raise UserError(f"deploy.wait: {here} of {len(wanted)} clients after {self.config.wait:g} s; deploy.min_fraction asks for more")
+        self._not_before |= {site: time.monotonic() + AGAIN for site in self._not_before if site not in self._greeted}
         log.warning("going on without %s", _listed([k for k in wanted if k not in self.members]))
 
     def roll_call(self, silent_again: float = AGAIN) -> None:
