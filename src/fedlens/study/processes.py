@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -148,6 +148,8 @@ class Workers:
             try:
                 running = [(task, pool.submit(with_one, task)) for task in tasks]
                 for task, future in running:
+                    while not wait([future], timeout=1.0).done:
+                        continue  # an interrupt just before the wait would be seen at its end
                     yield task, future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # nothing new is begun
