@@ -52,7 +52,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def first_line(thing: object) -> str:
     """Of the docstring, up to the first empty line."""
     said = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    return said[:1].upper() + said[1:]
+    return (said[:1].upper() if said[:1].isascii() else said[:1]) + said[1:]  # θ is not Θ
 
 
 def registry(entries: Mapping[str, object], what: str) -> Callable[[], str]:
@@ -66,7 +66,7 @@ def comments(section: type) -> dict[str, str]:
     """field -> the comment at the end of its line."""
     found, name = {}, ""
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(section)).readline):
-        if token.type == tokenize.NAME and token.line.lstrip().startswith(token.string):
+        if token.type == tokenize.NAME and token.line.lstrip().startswith(f"{token.string}:"):
             name = token.string
         elif token.type == tokenize.COMMENT:
             found[name] = token.string.lstrip("# ")

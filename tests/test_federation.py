@@ -22,7 +22,7 @@ from torch import Tensor
 import fedlens as fl
 from fedlens.composing import compose, to_yaml
 from fedlens.engine.flower.federation import Federation
-from fedlens.engine.flower.node import OPERATIONS, Place, answer, local_config
+from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, local_config
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
@@ -259,6 +259,19 @@ def test_bad_sensitivities_count_for_nothing_in_fisher_merging(tmp_path: Path, c
         tmp_path / "r", Wire(bad), "server.merge=fisher", "server.fisher_samples=4", "federated.participation=1", "federated.rounds=1"
     )
     assert run.finished and "client 1 counts for nothing" in caplog.text and "client 4 counts for nothing" in caplog.text
+
+
+def test_the_same_weights_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site with a GPU, or with another torch, is no stranger; one with other weights is."""
+    bench = set_up(compose([*BASE, *HERE]))
+    here = backbone_digest(bench)
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert backbone_digest(bench) == here
+    with torch.no_grad():
+        next(p for name, p in bench.model.named_parameters() if not name.startswith("head.")).view(-1)[0] += 1e-6
+    assert backbone_digest(bench) != here
 
 
 # --- who comes and goes ----------------------------------------------------------------------------------------------

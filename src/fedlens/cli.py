@@ -208,7 +208,9 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
     c.add_argument("--print-config", action="store_true", help="print the composed configuration and stop")
 
-    c = command(commands, "resume", resume_command, "Go on with an interrupted run, to the same bits.", "fedlens resume runs/centralized-…")
+    c = command(
+        commands, "resume", resume_command, "Go on with an interrupted run, on a CPU to the same bits.", "fedlens resume runs/centralized-…"
+    )
     c.add_argument("run", help="the run's folder")
 
     data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")

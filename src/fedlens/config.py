@@ -93,9 +93,7 @@ class FederatedConfig:
 class ServerConfig:
     optimizer: str = "sgd"  # sgd | momentum | adam | yogi | adagrad
     lr: float = 1.0  # α: the task-arithmetic coefficient
-    alphas: list[float] = field(
-        default_factory=list
-    )  # if any: each round takes the α of these that has the lowest loss on validation, instead of lr
+    alphas: list[float] = field(default_factory=list)  # if any: each round takes the one with the lowest validation loss, instead of lr
     alpha_samples: int = 1000  # validation images that this choice looks at
     momentum: float = 0.9  # of FedAvgM
     beta1: float = 0.9

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @source("folder")
 def folder(root: Path, download: bool) -> Raw:
-    """Your own images: data.root/{train,test}/CLASS/*.png (jpg, webp, bmp, ppm), brought to 256 px."""
+    """Your own images: data.root/{train,test}/CLASS/*.png (jpg, webp, bmp, ppm), brought to 256 px at most."""
     return load_folder(root)
 
 

@@ -12,7 +12,11 @@ from fedlens.errors import UserError
 from fedlens.models.weights import PUBLIC, public_path
 
 CORE = ("torch", "numpy", "hydra-core", "safetensors", "rich", "matplotlib", "pillow")
-EXTRAS = {"timm": "timm", "transformers": "hf", "datasets": "hf", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow-skinny": "mlflow"}
+EXTRAS = {
+    **{"timm": "timm", "transformers": "hf", "datasets": "hf", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow-skinny": "mlflow"},
+    **{"optuna": "search", "dp-accounting": "privacy", "hydra-joblib-launcher": "cluster", "hydra-submitit-launcher": "cluster"},
+    "flwr": "flower",  # best in an environment of its own
+}
 
 Row = tuple[str, str, str]  # what, what was found, how to get it
 

@@ -70,8 +70,13 @@ def _on_disk(folder: Path, make: Callable[[], T], form: Form[T]) -> T:
 
 def digest(*parts: object) -> str:
     """Of tensors, mappings of tensors, and anything that prints itself; of where and by what it is computed too."""
+    return content_digest(*parts, __version__, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+
+
+def content_digest(*parts: object) -> str:
+    """The same on every machine."""
     content = hashlib.sha256()
-    for part in (*parts, __version__, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"):
+    for part in parts:
         for name, value in part.items() if isinstance(part, Mapping) else (("", part),):
             content.update(
                 f"{name}={tuple(value.shape)}{value.dtype};".encode() if isinstance(value, Tensor) else f"{name}={value!r};".encode()

@@ -30,7 +30,7 @@ from fedlens.lens.space import ParamSpace
 from fedlens.training.algorithms import ALGORITHMS
 from fedlens.training.federated import make_shards
 from fedlens.training.setup import Bench, set_up
-from fedlens.training.shared import digest
+from fedlens.training.shared import content_digest
 from fedlens.training.site import Site
 from fedlens.training.sparse import masked_space
 
@@ -153,7 +153,7 @@ def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parce
 
 def backbone_digest(bench: Bench) -> str:
     """Server and sites must start from the same pretrained point; the head comes from the server."""
-    return digest({name: tensor.cpu() for name, tensor in bench.model.state_dict().items() if not name.startswith("head.")})
+    return content_digest({name: tensor.cpu() for name, tensor in bench.model.state_dict().items() if not name.startswith("head.")})
 
 
 def hello(asked: Parcel, site: Site, memory: Memory) -> Parcel:
