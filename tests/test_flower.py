@@ -455,6 +455,18 @@ def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path)
     assert all(torch.equal(again.state[name], tensor) for name, tensor in before.items())  # the same noise, and no second look at a round
 
 
+def test_a_round_that_is_done_again_with_other_answers_has_another_noise() -> None:
+    """Under the same noise two models of one round would tell the difference of their sums, bare."""
+    from fedlens.composing import compose
+    from fedlens.training.privacy import Privacy
+
+    private = Privacy(compose([*SMALL, "privacy.clip=1", "privacy.noise=2"]), 7)
+    first, other = torch.zeros(10_000), torch.zeros(10_000).index_fill(0, torch.tensor([3]), 1e-3)
+    assert torch.equal(private.noised(first, 4, 0, 5), private.noised(first.clone(), 4, 0, 5))  # a resumed run: the same bits
+    apart = 4 * (private.noised(first, 4, 0, 5) - private.noised(other, 4, 0, 5))
+    assert float(apart.std()) == pytest.approx(2 * 2**0.5, rel=0.05)  # two draws of standard deviation 2
+
+
 def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path) -> None:
     """Flower's SecAgg+ on the active coordinates: the parameters of the open run but for the rounding of the protocol's integers."""
     options = [*SMALL, "experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.clients=5", "federated.rounds=2", "optim.lr=0.05"]

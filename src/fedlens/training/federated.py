@@ -84,7 +84,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     server: dict[str, Tensor] = {}
     added: dict[int, Tensor] = {}  # with federated.client_vectors: what each client has added to θ
     counts = {"dropped": 0, "nonfinite": 0, "refused": 0}
-    private = Privacy(cfg, ranks.tell(run.secret() if run and cfg.privacy.noise else None))
+    private = Privacy(cfg, ranks.tell(run.secret() if run and cfg.privacy.noise else None), ranks.tell)
     saved = run.latest_checkpoint() if run else None
     state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
     if state is not None:

@@ -6,8 +6,9 @@ follow from the seed, which clients know: there is no amplification by sampling 
 ε is that of the client who was sampled most often, composed by a maintained accountant (dp-accounting, Rényi).
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from fedlens.seeding import torch_rng
 
 
 class Privacy:
-    """What `privacy.*` asks for; without clip and noise it changes nothing. `secret`: the noise is keyed by it, and it never leaves the server."""
+    """What `privacy.*` asks for; without clip and noise it changes nothing. `secret`: the noise is keyed by it, and it never leaves the server.
+    `tell`: what the first of several processes says, all hear."""
 
-    def __init__(self, config: Config, secret: int | None) -> None:
-        self.config, self.secret, self.known = config, secret, config.privacy
+    def __init__(self, config: Config, secret: int | None, tell: Callable[[int], int] = lambda number: number) -> None:
+        self.config, self.secret, self.known, self.tell = config, secret, config.privacy, tell
         self._taken: Counter[int] = Counter()
         self._epsilons: dict[int, float] = {}
         if self.known.noise:
@@ -48,12 +50,18 @@ class Privacy:
 
     def noised(self, mean: Tensor, count: int, refused: int, round_: int) -> Tensor:
         """Mean of `count` updates, with the noise that belongs to their sum. Those that were refused count as zero: whether an update was refused
-        must show no more than what was in it."""
+        must show no more than what was in it.
+
+        The noise is keyed by the round and by the sum itself. A round that is done again (a server that lost its disk's last minute) has the same noise
+        for the same answers, so that a resumed run has the same bits, and another noise for others: under one noise, two models of a round would
+        tell the difference of their sums."""
         if not self.known.noise:
             return mean
         assert self.secret is not None and self.known.clip is not None
-        draw = torch.randn(len(mean), generator=torch_rng(self.secret, "privacy", round_)).to(mean.device)
-        return (mean * count + draw * (self.known.noise * self.known.clip)) / (count + refused)
+        total = mean * count
+        answers = int.from_bytes(hashlib.sha256(total.cpu().contiguous().numpy().data).digest()[:8], "big")
+        draw = torch.randn(len(mean), generator=torch_rng(self.secret, "privacy", round_, self.tell(answers))).to(mean.device)
+        return (total + draw * (self.known.noise * self.known.clip)) / (count + refused)
 
     def spent(self) -> dict[str, float]:
         """ε so far at the configured δ, as a line of metrics."""
