@@ -30,6 +30,7 @@ from fedlens.identity import identity
 from fedlens.lens.bitmap import pack_bits, unpack_bits
 from fedlens.runs import store
 from fedlens.training.execute import Run, execute
+from fedlens.training.privacy import gaussian
 from fedlens.training.setup import set_up
 
 BASE = [
@@ -218,6 +219,27 @@ def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog
     assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error") else "refused"] == 4, counts
     assert [line["clients"] for line in found.metrics] == [4, 4]
     assert all("\n" not in record.getMessage() for record in caplog.records) and len(caplog.records) >= 2
+
+
+@pytest.mark.parametrize("kind", ["labels of any size", "more samples", "no features", "a class that takes away"])
+def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind: str) -> None:
+    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation != "ridge" or site != 71:
+            return reply
+        tensors = fl_load(reply.tensors)
+        if kind == "labels of any size":
+            tensors["b"] = tensors["b"] * torch.where(torch.arange(tensors["b"].shape[-2]) < tensors["b"].shape[-2] - 1, 1e9, 1.0)[:, None]
+        elif kind == "more samples":
+            tensors = {name: 1000 * tensor for name, tensor in tensors.items()}
+        elif kind == "no features":
+            tensors["A"] = torch.zeros_like(tensors["A"])
+        else:
+            tensors["b"][..., -1, 0] -= 1000
+            tensors["b"][..., -1, 1] += 1000
+        return Parcel.of({}, tensors)
+
+    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "ridge" and s == 71 else r), "federated.rounds=1")
+    assert same(federate(tmp_path / "found", Wire(bad), "federated.rounds=1"), silent)
 
 
 @pytest.mark.parametrize("operation", ["ridge", "sensitivity"])
@@ -615,6 +637,20 @@ def test_clipping_bounds_every_update(tmp_path: Path) -> None:
     run = fl.run([*BASE, f"run.dir={tmp_path / 'r'}", "privacy.clip=1e-3", "federated.rounds=2"])
     assert all(line["client_norm"] == pytest.approx(1e-3, rel=1e-4) for line in run.metrics)
     assert "epsilon" not in run.summary
+
+
+def test_noise_is_normal_and_has_a_key_that_cannot_be_searched_through() -> None:
+    """torch's generator starts from 32 bits: 63 or 256 that are given to it make no difference."""
+    assert torch.equal(*(torch.randn(3, generator=torch.Generator().manual_seed(s)) for s in (5, 5 + 2**32)))  # why it is not used
+    draws = gaussian(3_000_001, "a")
+    assert draws.dtype == torch.float32 and len(draws) == 3_000_001 and bool(draws.isfinite().all())
+    assert abs(float(draws.mean())) < 0.003 and float(draws.std()) == pytest.approx(1, abs=0.002)
+    for bound, share in ((1.0, 0.6827), (2.0, 0.9545), (3.0, 0.9973)):
+        assert float((draws.abs() < bound).float().mean()) == pytest.approx(share, abs=0.002)
+    assert float((draws[1:] * draws[:-1]).mean()) == pytest.approx(0, abs=0.003)
+    assert float((draws[: 2**20] * draws[2**20 : 2**21]).mean()) == pytest.approx(0, abs=0.005)  # another block
+    assert torch.equal(gaussian(1000, "a"), gaussian(1000, "a")) and not torch.equal(gaussian(1000, "a"), gaussian(1000, "b"))
+    assert len(gaussian(1, "a")) == 1 and len(gaussian(0, "a")) == 0
 
 
 def test_secure_aggregation_needs_somebody_to_hide_from(tmp_path: Path) -> None:

@@ -462,9 +462,110 @@ def test_a_round_that_is_done_again_with_other_answers_has_another_noise() -> No
 
     private = Privacy(compose([*SMALL, "privacy.clip=1", "privacy.noise=2"]), 7)
     first, other = torch.zeros(10_000), torch.zeros(10_000).index_fill(0, torch.tensor([3]), 1e-3)
-    assert torch.equal(private.noised(first, 4, 0, 5), private.noised(first.clone(), 4, 0, 5))  # a resumed run: the same bits
-    apart = 4 * (private.noised(first, 4, 0, 5) - private.noised(other, 4, 0, 5))
+    assert torch.equal(private.noised(first, 4, 4, 5), private.noised(first.clone(), 4, 4, 5))  # a resumed run: the same bits
+    apart = 4 * (private.noised(first, 4, 4, 5) - private.noised(other, 4, 4, 5))
     assert float(apart.std()) == pytest.approx(2 * 2**0.5, rel=0.05)  # two draws of standard deviation 2
+    fewer = private.noised(first, 2, 4, 5)  # two of four were refused or silent: the noise is as large as if they had not been
+    assert float(fewer.std()) == pytest.approx(2 / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", ["setup", "share_keys", "collect_masked_vectors", "unmask"])
+def test_a_site_that_dies_in_any_stage_of_secure_aggregation_is_the_one_that_is_left_out(stage: str) -> None:
+    sites = SecretSites(4, dies=(104, stage))
+    found, failed = sites.mean()
+    assert failed == {104}
+    if found is None:  # then the others try again
+        sites.ids.remove(104)
+        found, failed = sites.mean()
+        assert failed == set()
+    assert found is not None and found.clients == (4 if stage == "unmask" else 3)
+
+
+@pytest.mark.parametrize("said", [{}, {"loss": float("nan")}, {"loss": "low"}, {"loss": 1.0, "clients": 10**6}], ids=str)
+def test_what_a_site_says_beside_its_masked_update_neither_stops_nor_repeats_a_sum(said: dict[str, Any]) -> None:
+    found, failed = SecretSites(4, said={104: said}).mean()
+    assert found is not None and failed == set() and found.clients == 4 and float(found.loss) == 1.0
+    assert found.delta.tolist() == pytest.approx([sum(range(101, 105)) / 4e4] * 5, abs=1e-5)
+
+
+class SecretSites:
+    """Sites in this process that do Flower's part of the protocol; site k's update is k / 10,000 everywhere."""
+
+    def __init__(self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None) -> None:
+        self.ids, self.dies, self.said = list(range(101, 101 + count)), dies, said or {}
+        self.contexts: dict[int, Any] = {}
+
+    def mean(self) -> tuple[Any, set[int]]:
+        from flwr.app import Context, RecordDict
+        from flwr.supercore.task_identity import TaskIdentity
+
+        from fedlens.engine.flower.secure import Counted, secure_mean
+        from fedlens.engine.flower.wire import Parcel
+
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        made = [Context(run_id=1, node_id=k, node_config={}, state=RecordDict(), run_config={}, series_id=1) for k in (1, *self.ids)]
+        self.contexts = {context.node_id: context for context in made}
+        grid = Counted(self)  # type: ignore[arg-type]
+        parcels = {k: Parcel({"clients": [k]}, b"x") for k in self.ids}
+        found = secure_mean(grid, self.contexts[1], parcels, 0, bound=0.1, most=10, fraction=0.5, deadline=1.0)
+        return found, grid.failed
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
+        import copy
+
+        import numpy as np
+        from flwr.app import Message
+        from flwr.client.mod import secaggplus_mod
+        from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+        from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+        from flwr.compat.common import recorddict_compat
+
+        found = []
+        for message in messages:
+            site, stage = message.metadata.dst_node_id, message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]
+            if site == self.dies[0] and Stage.all().index(stage) >= Stage.all().index(self.dies[1]):
+                continue
+
+            def train(asked: Any, context: Any, site: int = site) -> Any:
+                update = ndarrays_to_parameters([np.full(5, site / 10_000, np.float32)])
+                answered = FitRes(Status(Code.OK, ""), update, 10, self.said.get(site, {"loss": 1.0, "clients": 1}))
+                return Message(recorddict_compat.fitres_to_recorddict(answered, keep_input=False), reply_to=asked)
+
+            with suppress(KeyError, ValueError):  # to the others it has dropped out
+                found.append(secaggplus_mod(copy.deepcopy(message), self.contexts[site], train))
+        return found
+
+
+def test_a_reply_that_cannot_be_received_takes_no_other_with_it() -> None:
+    from flwr.app import Context, Message, RecordDict
+
+    from fedlens.engine.flower.apps import GridCourier, to_record
+    from fedlens.engine.flower.wire import Parcel
+
+    class Grid:
+        """As SuperLink does it: what is fetched counts as delivered, whatever becomes of it."""
+
+        def __init__(self) -> None:
+            self.left: dict[str, Any] = {}
+
+        def push_messages(self, messages: Any) -> list[str]:
+            self.left = {f"m{m.metadata.dst_node_id}": m for m in messages}
+            return list(self.left)
+
+        def pull_messages(self, wanted: Any) -> list[Any]:
+            taken = [(name, self.left.pop(name)) for name in wanted if name in self.left]
+            if any(name == "m2" for name, _ in taken):
+                raise ValueError("garbage")
+            replies = []
+            for name, asked in taken:
+                reply = Message(to_record(Parcel({"site": asked.metadata.dst_node_id})), reply_to=asked)
+                reply.metadata.__dict__["_reply_to_message_id"] = name
+                replies.append(reply)
+            return replies
+
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}, series_id=1)
+    found = GridCourier(Grid(), context).ask("hello", {k: Parcel({}) for k in (1, 2, 3)}, 5.0)  # type: ignore[arg-type]
+    assert [found[k].facts["site"] for k in (1, 3)] == [1, 3] and "cannot be received" in str(found[2])  # type: ignore[union-attr]
 
 
 def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ class RunFolder:
         """A number that only this folder knows, drawn once: what the noise of privacy.noise is keyed by."""
         file = self.path / SECRET_FILE
         if not file.is_file():
-            write_atomic(file, f"{secrets.randbits(63)}\n")
-            file.chmod(0o600)
+            file.with_name(file.name + ".part").touch(mode=0o600)  # from its first byte on
+            write_atomic(file, f"{secrets.randbits(256)}\n")
         return int(file.read_text())
 
     def keep_client_vectors(self, vectors: Mapping[int, Tensor], space: ParamSpace) -> None:

@@ -188,10 +188,12 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
 
             # --- d = merge(Δ); θ ← server_step(θ, d)
             moved, alpha = 0.0, cfg.server.lr
-            if sums.count:
-                d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
-                rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived])
-                d = private.noised(d if rescale == 1 else d * rescale, sums.count, nonfinite + refused, round_)
+            if sums.count or (cfg.privacy.noise and present):  # under noise a round in which nothing was accepted looks like any other
+                d = torch.zeros_like(theta)
+                if sums.count:
+                    d = merge(bench, clients, space, theta, arrived, round_) if needs_rows else sums.mean()
+                rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived]) if arrived else 1.0
+                d = private.noised(d if rescale == 1 else d * rescale, sums.count, len(present), round_)
                 if cfg.server.alphas:
                     alpha = ranks.tell(choose_alpha(bench, space, theta, d))
                 if fed.client_vectors:
@@ -202,8 +204,6 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 moved = l2(theta - before)
             elif present and nonfinite == len(present):
                 raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
-            elif cfg.privacy.noise and refused:  # that all were refused is not to be seen
-                theta = server_step(theta, private.noised(torch.zeros_like(theta), 0, nonfinite + refused, round_), server, cfg.server)
             round_ += 1
 
             # --- what there is to say; validation every few rounds and at the end

@@ -10,20 +10,22 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedlens.config import Config
 from fedlens.engine.work import training_cohort
 from fedlens.errors import UserError
-from fedlens.seeding import torch_rng
+
+BLOCK = 2**20  # pairs of draws that are made at once
 
 
 class Privacy:
     """What `privacy.*` asks for; without clip and noise it changes nothing. `secret`: the noise is keyed by it, and it never leaves the server.
     `tell`: what the first of several processes says, all hear."""
 
-    def __init__(self, config: Config, secret: int | None, tell: Callable[[int], int] = lambda number: number) -> None:
+    def __init__(self, config: Config, secret: int | None, tell: Callable[[str], str] = lambda text: text) -> None:
         self.config, self.secret, self.known, self.tell = config, secret, config.privacy, tell
         self._taken: Counter[int] = Counter()
         self._epsilons: dict[int, float] = {}
@@ -48,9 +50,9 @@ class Privacy:
         """Under noise all clients count alike: a weight would be a part of the update's length."""
         return 1.0 if self.known.noise else float(samples)
 
-    def noised(self, mean: Tensor, count: int, refused: int, round_: int) -> Tensor:
-        """Mean of `count` updates, with the noise that belongs to their sum. Those that were refused count as zero: whether an update was refused
-        must show no more than what was in it.
+    def noised(self, mean: Tensor, count: int, asked: int, round_: int) -> Tensor:
+        """The sum of `count` updates with its noise, divided by the clients asked: who was refused or did not answer counts as zero, so that this shows no
+        more than an update would have.
 
         The noise is keyed by the round and by the sum itself. A round that is done again (a server that lost its disk's last minute) has the same noise
         for the same answers, so that a resumed run has the same bits, and another noise for others: under one noise, two models of a round would
@@ -59,9 +61,9 @@ class Privacy:
             return mean
         assert self.secret is not None and self.known.clip is not None
         total = mean * count
-        answers = int.from_bytes(hashlib.sha256(total.cpu().contiguous().numpy().data).digest()[:8], "big")
-        draw = torch.randn(len(mean), generator=torch_rng(self.secret, "privacy", round_, self.tell(answers))).to(mean.device)
-        return (total + draw * (self.known.noise * self.known.clip)) / (count + refused)
+        answers = self.tell(hashlib.sha256(total.cpu().contiguous().numpy().data).hexdigest())
+        draw = gaussian(len(mean), f"privacy:{self.secret}:{round_}:{answers}").to(mean.device)
+        return (total + draw * (self.known.noise * self.known.clip)) / asked
 
     def spent(self) -> dict[str, float]:
         """ε so far at the configured δ, as a line of metrics."""
@@ -71,6 +73,20 @@ class Privacy:
         if most not in self._epsilons:
             self._epsilons[most] = epsilon(self.known.noise, most, self.known.delta)
         return {"epsilon": self._epsilons[most], "delta": self.known.delta}
+
+
+def gaussian(count: int, key: str) -> Tensor:
+    """Standard normal numbers that nobody without the key can tell from fresh ones: SHAKE-256 in blocks, then Box and Muller. torch's own generator starts
+    from 32 bits, which can be searched through."""
+    root, pairs = hashlib.sha256(key.encode()).digest(), (count + 1) // 2
+    found = np.empty((2, pairs), np.float32)
+    for start in range(0, pairs, BLOCK):
+        size = min(BLOCK, pairs - start)
+        bits = np.frombuffer(hashlib.shake_256(root + start.to_bytes(8, "big")).digest(16 * size), "<u8").reshape(2, size)
+        uniform = ((bits >> np.uint64(11)).astype(np.float64) + 1) * 2.0**-53  # in (0, 1]
+        radius, angle = np.sqrt(-2 * np.log(uniform[0])), 2 * np.pi * uniform[1]
+        found[0, start : start + size], found[1, start : start + size] = radius * np.cos(angle), radius * np.sin(angle)
+    return torch.from_numpy(found.reshape(-1)[:count])
 
 
 def epsilon(noise: float, rounds: int, delta: float) -> float:

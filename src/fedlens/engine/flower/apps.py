@@ -98,19 +98,17 @@ class GridCourier:
         return found
 
     def _pull(self, waiting: Sequence[str]) -> Iterator[tuple[str, Parcel | Failure]]:
-        """(message that was answered, answer): an error's source is not the site that it is about. One by one where a reply cannot even be received."""
-        try:
-            replies = list(self.grid.pull_messages(waiting))
-        except Exception as error:  # whatever a site can make Flower stumble over
-            if len(waiting) == 1:
-                yield waiting[0], Failure.of(f"its reply cannot be received ({type(error).__name__}: {error})")
-                return
-            for message_id in waiting:
-                yield from self._pull([message_id])
-            return
-        for reply in replies:
-            if reply.metadata.reply_to_message_id in waiting:
-                yield reply.metadata.reply_to_message_id, _read(reply)
+        """(message that was answered, answer): an error's source is not the site that it is about. One by one: of replies that are fetched together, one
+        that cannot be received would take the others with it."""
+        for message_id in waiting:
+            try:
+                replies = list(self.grid.pull_messages([message_id]))
+            except Exception as error:  # whatever a site can make Flower stumble over
+                yield message_id, Failure.of(f"its reply cannot be received ({type(error).__name__}: {error})")
+                continue
+            for reply in replies:
+                if reply.metadata.reply_to_message_id == message_id:
+                    yield message_id, _read(reply)
 
     def secure_mean(self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, **options: Any) -> tuple[Update | None, set[int]]:
         grid = Counted(self.grid)

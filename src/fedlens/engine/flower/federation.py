@@ -258,9 +258,11 @@ class Federation:
         expected = {"A": (torch.float64, (dim * (dim + 1) // 2,)), "b": (torch.float64, (dim, classes))}
         question = Question(self, expected)
         question.together = True
-        for client, found in self._collect("ridge", self._everyone(), question, "ridge head").items():
+        asked = self._everyone()
+        samples = {site: sum(self.members[k].samples for k in own) for site, own in self._homes(asked).items()}
+        for client, found in self._collect("ridge", asked, question, "ridge head").items():
             A, b = from_upper(found.tensors["A"], dim), found.tensors["b"]
-            if not (bool(A.isfinite().all()) and bool(b.isfinite().all()) and _is_gram(A)):
+            if not _are_sums(A, b, samples.get(found.member.site, found.member.samples)):
                 self.traffic.refused += 1
                 log.warning("ridge head: the sums of client %d's site are not those of any features; left out", client)
                 continue
@@ -327,7 +329,7 @@ class Federation:
             self.roll_call()
             self._ready.clear()  # head and mask go along: a site that lacks them could not say so
             homes = {site: own for site, own in self._homes(present).items() if site not in failed}
-            if len(homes) >= 2:
+            if len(homes) >= 2 and sum(map(len, homes.values())) >= self.config.min_fraction * len(present):
                 parcels = {s: Parcel.of({**self._told, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
                 most = max(sum(self.members[k].samples for k in own) for own in homes.values())
                 options = {"bound": privacy.range, "fraction": self.config.min_fraction, "deadline": self.config.deadline}
@@ -337,7 +339,7 @@ class Federation:
                     return self._sound_sum(found, question.size, privacy.range, round_)
             log.warning("round %d: no sum from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
         raise UserError(
-            f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of them; "
+            f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of the clients asked; "
             "the rounds before are kept, the same command goes on from there"
         )
 
@@ -393,8 +395,19 @@ class Question:
         return {name: (dtype, (1 if self.together else clients, *shape)) for name, (dtype, shape) in self._rows.items()}
 
 
+def _are_sums(A: Tensor, b: Tensor, samples: int) -> bool:
+    """Whether A can be ZᵀZ and b ZᵀY of so many samples: Z's last column is ones, Y is one-hot, and Cauchy and Schwarz bound the rest. Features themselves
+    can be of any size: what a site may do to the head is bounded by its samples only as far as these are."""
+    if not (bool(A.isfinite().all()) and bool(b.isfinite().all())):
+        return False
+    counts, loose = b[-1], 1 + 1e-6
+    told = abs(float(A[-1, -1]) - samples) + abs(float(counts.sum()) - samples)
+    bounded = bool((b.square() <= loose * A.diagonal().unsqueeze(1) * counts + 1e-6).all())
+    return told <= 1e-6 * samples and bool((counts >= 0).all()) and bounded and _is_gram(A)
+
+
 def _is_gram(A: Tensor) -> bool:
-    """Whether A can be ZᵀZ: symmetric by its form, and positive semidefinite but for rounding."""
+    """Symmetric by its form, and positive semidefinite but for rounding."""
     slack = 1e-9 * float(A.diagonal().abs().max()) + 1e-12
     return bool(torch.linalg.cholesky_ex(A + slack * torch.eye(len(A), dtype=A.dtype)).info == 0)
 

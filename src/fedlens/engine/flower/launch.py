@@ -109,6 +109,7 @@ def environment(home: Path) -> dict[str, str]:
         **os.environ,
         "FLWR_HOME": str(home.resolve()),
         TIED: "1",
+        "FORWARDED_ALLOW_IPS": "",  # nobody says for another where a request comes from: see programs.SitesOnly
         "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
     }
 

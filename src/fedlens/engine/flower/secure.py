@@ -69,11 +69,13 @@ class _Round:
         ]
 
     def aggregate_fit(self, round_: int, results: Sequence[tuple[_Site, FitRes]], failures: object) -> tuple[None, dict[str, Any]]:
-        """All results carry the same vector, the mean over those who answered."""
-        self.samples = sum(found.num_examples for _, found in results)
-        self.loss = sum(found.num_examples * float(found.metrics["loss"]) for _, found in results) / self.samples
-        self.clients = sum(int(found.metrics["clients"]) for _, found in results)
+        """All results carry the same vector, the mean over those who answered. It is there now, whatever else a site says: see `_secure`."""
         self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
+        said = {site.node_id: (found.num_examples, found.metrics.get("loss")) for site, found in results}
+        losses = [(n, float(loss)) for n, loss in said.values() if isinstance(loss, int | float) and np.isfinite(loss) and n > 0]
+        self.samples = max(1, sum(n for n, _ in said.values()))
+        self.loss = sum(n * loss for n, loss in losses) / max(1, sum(n for n, _ in losses))
+        self.clients = sum(len(self.parcels[site].facts["clients"]) for site in said if site in self.parcels)
         return None, {}
 
 
@@ -82,7 +84,7 @@ class Counted:
 
     def __init__(self, grid: Grid) -> None:
         self.grid, self.up, self.down = grid, 0, 0
-        self.failed: set[int] = set()  # sites that left a message without a good answer
+        self.failed: set[int] = set()  # sites that left a message without a good answer, in the first stage that any did
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
@@ -90,7 +92,8 @@ class Counted:
         found = list(self.grid.send_and_receive(sent, timeout=timeout))
         good = [message for message in found if not message.has_error()]
         self.up += sum(content_size(message) for message in good)
-        self.failed |= {message.metadata.dst_node_id for message in sent} - {message.metadata.src_node_id for message in good}
+        if not self.failed:  # in later stages others fail because of those
+            self.failed = {message.metadata.dst_node_id for message in sent} - {message.metadata.src_node_id for message in good}
         return good
 
 
@@ -126,7 +129,6 @@ def secure_mean(
         workflow(grid, legacy)
     except Exception as error:  # whatever a site can make Flower stumble over
         log.warning("secure aggregation: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300])
-        return None
     if strategy.mean is None:
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
