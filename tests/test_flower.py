@@ -1,6 +1,7 @@
 """fedlens on Flower, with Flower: its simulation, and a SuperLink with SuperNodes as separate processes on loopback. `make test-flower`."""
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -491,8 +492,11 @@ def test_what_a_site_says_beside_its_masked_update_neither_stops_nor_repeats_a_s
 class SecretSites:
     """Sites in this process that do Flower's part of the protocol; site k's update is k / 10,000 everywhere."""
 
-    def __init__(self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None, column: tuple[int, int] = (0, 0)
+    ) -> None:
         self.ids, self.dies, self.said = list(range(101, 101 + count)), dies, said or {}
+        self.column = column  # (site, length): what it sends instead of a vector
         self.contexts: dict[int, Any] = {}
 
     def mean(self) -> tuple[Any, set[int]]:
@@ -507,7 +511,7 @@ class SecretSites:
         self.contexts = {context.node_id: context for context in made}
         grid = Counted(self)  # type: ignore[arg-type]
         parcels = {k: Parcel({"clients": [k]}, b"x") for k in self.ids}
-        found = secure_mean(grid, self.contexts[1], parcels, 0, bound=0.1, most=10, fraction=0.5, deadline=1.0)
+        found = secure_mean(grid, self.contexts[1], parcels, 0, size=5, bound=0.1, most=10, fraction=0.5, deadline=1.0)
         return found, grid.failed
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
@@ -532,8 +536,35 @@ class SecretSites:
                 return Message(recorddict_compat.fitres_to_recorddict(answered, keep_input=False), reply_to=asked)
 
             with suppress(KeyError, ValueError):  # to the others it has dropped out
-                found.append(secaggplus_mod(copy.deepcopy(message), self.contexts[site], train))
+                reply = secaggplus_mod(copy.deepcopy(message), self.contexts[site], train)
+                if site == self.column[0] and stage == Stage.COLLECT_MASKED_VECTORS:
+                    parts = [io.BytesIO(), io.BytesIO()]
+                    for part, shape in zip(parts, ((1,), (self.column[1], 1)), strict=True):
+                        np.save(part, np.zeros(shape, np.int64))
+                    reply.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS] = [part.getvalue() for part in parts]
+                found.append(reply)
         return found
+
+
+def test_a_column_among_masked_vectors_is_not_stretched_into_a_matrix() -> None:
+    found, failed = SecretSites(4, column=(104, 2000)).mean()
+    assert failed == {104} and found is not None and found.clients == 3 and found.delta.shape == (5,)
+
+
+def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
+    from types import SimpleNamespace as Some
+
+    from fedlens.engine.flower.programs import replies_only
+
+    push = replies_only(lambda request, state: "taken")
+    for source, answers, taken in ((7, "m1", True), (1, "m1", False), (8, "m1", False), (7, "", False)):
+        message = Some(metadata=Some(src_node_id=source, reply_to_message_id=answers))
+        request = Some(node=Some(node_id=7), messages_list=[message])
+        if taken:
+            assert push(request=request, state=None) == "taken"
+        else:
+            with pytest.raises(PermissionError, match="node 7 sent a message that is no reply of its own"):
+                push(request=request, state=None)
 
 
 def test_a_reply_that_cannot_be_received_takes_no_other_with_it() -> None:

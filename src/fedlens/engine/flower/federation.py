@@ -51,7 +51,16 @@ class Courier(Protocol):
         ...
 
     def secure_mean(
-        self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, *, bound: float, most: int, fraction: float, deadline: float
+        self,
+        parcels: Mapping[int, Parcel],
+        round_: int,
+        traffic: Traffic,
+        *,
+        size: int,
+        bound: float,
+        most: int,
+        fraction: float,
+        deadline: float,
     ) -> tuple[Update | None, set[int]]:
         """The mean of the sites' updates by samples, and none of them (None: too few have answered), and the sites that failed."""
         ...
@@ -333,7 +342,7 @@ class Federation:
                 parcels = {s: Parcel.of({**self._told, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
                 most = max(sum(self.members[k].samples for k in own) for own in homes.values())
                 options = {"bound": privacy.range, "fraction": self.config.min_fraction, "deadline": self.config.deadline}
-                found, gone = self.courier.secure_mean(parcels, round_, self.traffic, most=most, **options)
+                found, gone = self.courier.secure_mean(parcels, round_, self.traffic, size=question.size, most=most, **options)
                 failed |= gone
                 if found is not None:
                     return self._sound_sum(found, question.size, privacy.range, round_)

@@ -60,9 +60,25 @@ def _clean(path: str) -> str:
     return "" if ".." in path or "//" in path else path
 
 
+def replies_only(push: Callable[..., Any]) -> Callable[..., Any]:
+    """Flower's door for what sites send, for replies in the sender's own name: Flower itself looks at who is connected, not at whom a message says it is from, so
+    one site could write to another as the server."""
+
+    def push_messages(request: Any, state: Any) -> Any:
+        for message in request.messages_list:
+            if message.metadata.src_node_id != request.node.node_id or not message.metadata.reply_to_message_id:
+                raise PermissionError(f"node {request.node.node_id} sent a message that is no reply of its own")
+        return push(request=request, state=state)
+
+    return push_messages
+
+
 def superlink() -> None:
     from flwr.superlink.cli import flower_superlink
+    from flwr.superlink.servicer.fleet import fleet_handlers
     from starlette.middleware import Middleware
+
+    fleet_handlers.push_messages = replies_only(fleet_handlers.push_messages)
 
     hook = ModuleType(HOOK)
     hook.get_middleware = lambda: (Middleware(SitesOnly),)  # type: ignore[attr-defined]

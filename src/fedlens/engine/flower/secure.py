@@ -8,6 +8,7 @@ Flower stretches keys into masks with a generator of 32 bits of state, which can
 """
 
 import hashlib
+import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -18,6 +19,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -84,17 +86,36 @@ class Counted:
 
     def __init__(self, grid: Grid) -> None:
         self.grid, self.up, self.down = grid, 0, 0
+        self.size = 0  # coordinates of an update
         self.failed: set[int] = set()  # sites that left a message without a good answer, in the first stage that any did
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
         self.down += sum(content_size(message) for message in sent)
         found = list(self.grid.send_and_receive(sent, timeout=timeout))
-        good = [message for message in found if not message.has_error()]
+        good = [message for message in found if not message.has_error() and self._in_form(message)]
         self.up += sum(content_size(message) for message in good)
         if not self.failed:  # in later stages others fail because of those
             self.failed = {message.metadata.dst_node_id for message in sent} - {message.metadata.src_node_id for message in good}
         return good
+
+    def _in_form(self, message: Message) -> bool:
+        """Masked vectors have the shapes that were asked for: numpy would stretch a column and a row into a matrix."""
+        record = message.content.config_records.get(RECORD_KEY_CONFIGS)
+        blobs = record.get(Key.MASKED_PARAMETERS) if record is not None else None
+        try:
+            return blobs is None or [_form(blob) for blob in blobs] == [((1,), "<i8"), ((self.size,), "<i8")]
+        except (ValueError, TypeError, EOFError):
+            return False
+
+
+def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
+    """Shape and type that an array in numpy's format says it has."""
+    file = io.BytesIO(blob)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    return shape, dtype.str
 
 
 def content_size(message: Message) -> int:
@@ -111,12 +132,14 @@ def secure_mean(
     parcels: Mapping[int, Parcel],
     round_: int,
     *,
+    size: int,
     bound: float,
     most: int,
     fraction: float,
     deadline: float,
 ) -> Update | None:
     """One update that stands for all: the mean by samples. `most`: the samples of the largest site. None: too few have answered."""
+    grid.size = size
     strategy = _Round(parcels)
     legacy = LegacyContext(context, strategy=strategy)
     legacy.state = RecordDict()

@@ -28,7 +28,8 @@ class Failure(str):
 
     @classmethod
     def of(cls, why: object, size: int = 0) -> "Failure":
-        found = cls(" ".join(str(why).split())[:300] or "no reason given")
+        printable = "".join(letter if letter.isprintable() else " " for letter in str(why)[:2000])  # it goes to a terminal
+        found = cls(" ".join(printable.split())[:300] or "no reason given")
         found.size = size
         return found
 
