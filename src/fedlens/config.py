@@ -154,9 +154,7 @@ class RunConfig:
     if_exists: str = "error"  # error | resume
     keep_last: int = 2
     keep_best: int = 1
-    checkpoint_minutes: float = (
-        5.0  # also between evaluations; 0: after every step or round, and a round's is on disk before the next begins
-    )
+    checkpoint_minutes: float = 5.0  # also between evaluations; 0: after every step or round, which is on disk before the next round
     trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow; metrics.jsonl is always written
     progress: bool = True
 

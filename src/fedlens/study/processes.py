@@ -181,5 +181,7 @@ def work(do: Callable[[Any], Any]) -> None:
     threading.Thread(target=read, daemon=True).start()
     while (task := tasks.get()) is not None:
         answer = do(task)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # between tasks its memory is the others'
         idle.set()
         print(json.dumps(answer), file=answers, flush=True)

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedlens.composing import from_file, to_yaml
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.runs.progress import progress_bar
@@ -294,8 +292,6 @@ def _told(config: str) -> dict[str, Any] | None:
         execute(from_file(Path(config)))
 
     error = _attempt(run)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # between runs its memory is the others'
     return None if error is None else {"error": error, "broken": isinstance(error, Broken)}
 
 

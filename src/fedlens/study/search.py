@@ -18,8 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedlens.composing import from_file, to_yaml
 from fedlens.config import Config
 from fedlens.errors import UserError, first_line
@@ -297,10 +295,7 @@ def _told(task: list[Any]) -> dict[str, Any]:
     """In another process: one trial, and what became of it."""
     folder, trial, config = task
     wanted = from_file(Path(config))
-    outcome = conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # between trials its memory is the others'
-    return outcome
+    return conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
 
 
 if __name__ == "__main__":

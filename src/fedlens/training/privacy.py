@@ -17,6 +17,7 @@ from torch import Tensor
 from fedlens.config import Config
 from fedlens.engine.work import training_cohort
 from fedlens.errors import UserError
+from fedlens.training.shared import content_digest
 
 BLOCK = 2**20  # pairs of draws that are made at once
 
@@ -61,7 +62,7 @@ class Privacy:
             return mean
         assert self.secret is not None and self.known.clip is not None
         total = mean * count
-        answers = self.tell(hashlib.sha256(total.cpu().contiguous().numpy().data).hexdigest())
+        answers = self.tell(content_digest(total))
         draw = gaussian(len(mean), f"privacy:{self.secret}:{round_}:{answers}").to(mean.device)
         return (total + draw * (self.known.noise * self.known.clip)) / asked
 
