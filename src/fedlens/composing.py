@@ -3,7 +3,9 @@
 `compose` is what both `fedlens run` and `fl.run` call. An unknown key is an error that names the nearest.
 """
 
+import copy
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -76,14 +78,29 @@ def _densities(text: str, value: str) -> str:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Overrides as on the command line -> a validated configuration."""
+    """Overrides as on the command line -> a validated configuration.
+
+    Values are put on top of what the groups give, as Hydra does it; what the groups give is composed once a process: a study has hundreds of configurations.
+    """
     wanted = normalise(overrides)
+    groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS)
     try:
-        GlobalHydra.instance().clear()
-        with initialize_config_module("fedlens.conf", version_base="1.3"):
-            return to_config(hydra_compose("config", wanted))
+        values = OverridesParser.create().parse_overrides([text for text in wanted if text not in groups])
+        if any(value.is_sweep_override() or value.is_hydra_override() for value in values):
+            return to_config(_by_hydra(tuple(wanted)))  # which says what is wrong with it
+        composed = copy.deepcopy(_by_hydra(groups))
+        for value in values:
+            OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
+        return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"override: {_what_failed(error, wanted)}") from None
+
+
+@cache
+def _by_hydra(overrides: tuple[str, ...]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("fedlens.conf", version_base="1.3"):
+        return hydra_compose("config", list(overrides))
 
 
 def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
@@ -94,9 +111,14 @@ def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
     return f"{key}: {line}" if key and key not in line else line
 
 
+@cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(Config)  # type: ignore[no-any-return]
+
+
 def to_config(composed: DictConfig) -> Config:
     try:
-        whole = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        whole = OmegaConf.merge(_schema(), composed)
         config = OmegaConf.to_object(whole)
     except OmegaConfBaseException as error:
         raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from None

@@ -1,7 +1,8 @@
 """The typed configuration: its schema and its validation. Every key is declared here; composing.py makes one from YAML and overrides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -322,13 +323,14 @@ def validate(config: Config) -> Config:
     return config
 
 
-def known_keys(node: Any = None, prefix: str = "") -> list[str]:
+@cache
+def known_keys() -> tuple[str, ...]:
     """Every dotted key of the schema, sections included."""
-    node = OmegaConf.structured(Config) if node is None else node
-    keys: list[str] = []
-    for name in node:
-        keys.append(f"{prefix}{name}")
-        child = OmegaConf.to_container(node)[str(name)]  # type: ignore[index, call-overload]
-        if isinstance(child, dict):
-            keys += known_keys(node[name], f"{prefix}{name}.")
-    return keys
+    return tuple(_keys_of(OmegaConf.to_container(OmegaConf.structured(Config))))
+
+
+def _keys_of(section: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys_of(value, f"{prefix}{name}.")
