@@ -40,6 +40,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "data.name=nosuch"], "data.name"),
     ([*RUN, "data.val_fraction=1"], "data.val_fraction"),
     ([*RUN, "data.val_fraction=0"], "head: ridge"),
+    ([*RUN, "data.val_fraction=0.00001"], "to validate"),
     ([*RUN, "data.partition=shards"], "data.partition"),
     ([*RUN, "data.crop=-1"], "data.crop"),
     ([*RUN, "model=vit"], "model"),

@@ -91,6 +91,8 @@ def test_a_frozen_backbone_and_a_frozen_head_stay_as_they_were(fast_run: Callabl
     probe = fast_run("probe", "model.freeze_backbone=true", "model.freeze_head=false", "head=linear", "train.epochs=1").state
     assert all(torch.equal(probe[n], start[n]) for n in start if not n.startswith("head."))
     assert not torch.equal(probe["head.weight"], start["head.weight"])
+    trained = fast_run("trained", "head=linear", "train.epochs=1").state  # nothing has fitted it: it is not frozen where nobody says so
+    assert not torch.equal(trained["head.weight"], start["head.weight"])
     tuned = fast_run("tuned", "model.freeze_head=true", "head=linear", "train.epochs=1").state
     assert torch.equal(tuned["head.weight"], start["head.weight"])
     assert not torch.equal(tuned["norm.weight"], start["norm.weight"])

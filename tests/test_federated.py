@@ -479,14 +479,16 @@ def test_a_stopped_client_does_not_move() -> None:
     moved, _ = sgd_step(theta, torch.randn(2, 5), torch.randn(2, 5), 0.1, rule, False, active=torch.tensor([[1.0], [0.0]]))
     assert torch.equal(moved[1], theta[1])
     assert not torch.equal(moved[0], theta[0])
+    moved, _ = sgd_step(theta, torch.full((2, 5), float("inf")), torch.zeros(2, 5), 0.1, rule, False, active=torch.tensor([[1.0], [0.0]]))
+    assert torch.equal(moved[1], theta[1])  # whatever the gradient that it does not follow
 
 
-def test_effective_steps_are_the_distance_under_a_constant_gradient() -> None:
-    for momentum in (0.0, 0.5, 0.9):
-        rule, x, v = LocalRule(1.0, momentum), torch.zeros(1), torch.zeros(1)
-        for step in range(7):
-            x, v = sgd_step(x, torch.ones(1), v, 1.0, rule, step == 0)
-        assert float(-x) == pytest.approx(effective_steps(7, momentum), rel=1e-5)
+@pytest.mark.parametrize(("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.5, 0.0, False), (0.9, 0.5, False), (0.9, 0.0, True)])
+def test_effective_steps_are_the_distance_under_a_constant_gradient(momentum: float, dampening: float, nesterov: bool) -> None:
+    rule, x, v = LocalRule(1.0, momentum, dampening, nesterov), torch.zeros(1), torch.zeros(1)
+    for step in range(7):
+        x, v = sgd_step(x, torch.ones(1), v, 1.0, rule, step == 0)
+    assert float(-x) == pytest.approx(effective_steps(7, momentum, dampening, nesterov), rel=1e-5)
 
 
 def test_server_optimizers_follow_their_papers() -> None:

@@ -60,6 +60,13 @@ def test_bad_input_is_refused() -> None:
         ridge_head(*ridge_statistics(z, y, 5), lam=0.0)
     with pytest.raises(UserError, match="300 labels"):
         ridge_statistics(z[:10], y, 5)
+    with pytest.raises(UserError, match="'0 to 4' given, allowed is 0 to 3"):
+        ridge_statistics(z, y, 4)
+    A, b = ridge_statistics(z, y, 5)
+    with pytest.raises(UserError, match="positive definite"):
+        ridge_head(-A, b, lam=1.0)
+    with pytest.raises(UserError, match="there are none"):
+        choose_ridge(A, b, z[:0], y[:0])
 
 
 def test_the_packaged_backbone_probes_ten_points_above_random_initialisation() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError
-from fedlens.lens.masks import STRATEGIES, Mask, build_mask, calibrate, calibrate_mask, eligible, keep_schedule, select, softened
+from fedlens.lens.masks import STRATEGIES, Mask, Request, build_mask, calibrate, calibrate_mask, eligible, keep_schedule, select, softened
 from fedlens.lens.sensitivity import _hash, _hash_key, sensitivity
 from fedlens.models import create_model
 from fedlens.models.vit import ViT
@@ -471,7 +471,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monk
         raise OSError("no space left")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UserError, match="no space"):
         two.save(path)
     assert Mask.load(path) == one and list(tmp_path.iterdir()) == [path]
 
@@ -554,3 +554,65 @@ def test_every_strategy_says_in_one_line_what_it_does() -> None:
         "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random", "qk_only", "random_layerwise",
     ]  # fmt: skip
     assert all(strategy.__doc__ and "\n" not in strategy.__doc__ for strategy in STRATEGIES.values())
+
+
+@pytest.mark.parametrize("wrong", ["one less", "all", "not eligible", "scores"])
+def test_a_rule_of_ones_own_that_keeps_another_number_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    def rule(request: Request) -> Tensor:
+        noise = request.noise()
+        return {
+            "one less": lambda: select(noise, request.eligible, request.count - 1),
+            "all": lambda: request.eligible,
+            "not eligible": lambda: select(noise, ~request.eligible, request.count),
+            "scores": lambda: noise,
+        }[wrong]()
+
+    monkeypatch.setitem(STRATEGIES, "own", rule)
+    with pytest.raises(UserError, match=r"mask.strategy: 'own' gave .* allowed is bool \[.*\] with exactly"):
+        build_mask(tiny(), "own", 0.0001)
+
+
+def test_frozen_parameters_are_not_eligible() -> None:
+    model = tiny()
+    frozen = [name for name, _ in model.named_parameters() if name.startswith(("patch_embed", "blocks.0."))]
+    mask = build_mask(model, "random", 0.1, frozen=frozen)
+    whole = eligible(model)
+    assert mask.eligible_count == sum(int(whole[name].sum()) for name in whole if name not in frozen)
+    assert mask.active == round(0.1 * mask.eligible_count) and not any(bool(mask.as_dict()[name].any()) for name in frozen)
+
+
+@pytest.mark.parametrize("wrap", ["_orig_mod", "module"])
+def test_the_head_of_a_wrapped_model_is_its_head(wrap: str) -> None:
+    found = eligible(nn.ModuleDict({wrap: tiny()}))
+    assert not bool(found[f"{wrap}.head.weight"].any()) and bool(found[f"{wrap}.blocks.0.attn.qkv.weight"].all())
+
+
+class Torchs(nn.Module):
+    """A model on torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(x).mean(1))
+        return out
+
+
+def test_torchs_own_attention_is_scored_and_masked_with_its_projections() -> None:
+    """In eval mode torch takes a shortcut that has no gradient; and its projections are no Linear modules."""
+    model, images = Torchs(), torch.randn(6, 5, 8)
+    found = sensitivity(model, images, labels_from="exact")
+    alone = [sensitivity(model, image[None], labels_from="exact", chunk=1) for image in images]
+    assert all(torch.allclose(found[name], sum(each[name] for each in alone), rtol=1e-4) for name in found)  # type: ignore[arg-type]
+    assert torch.backends.mha.get_fastpath_enabled()
+    allowed = eligible(model)
+    assert bool(allowed["layer.self_attn.in_proj_weight"].all())
+    assert allowed["layer.self_attn.in_proj_bias"].tolist() == [True] * 8 + [False] * 8 + [True] * 8  # softmax does not see the keys' bias
+    assert float(found["layer.self_attn.in_proj_bias"][8:16].max()) < 1e-9 < float(found["layer.self_attn.in_proj_bias"][:8].max())
+    mask = calibrate_mask(model, images, density=0.2, rounds=2)
+    assert mask.active == round(0.2 * mask.eligible_count)
+    shares = build_mask(model, "qk_only", 0.05).composition()
+    assert shares["query"]["share"] + shares["key"]["share"] == 1

@@ -309,8 +309,22 @@ def test_merge_refuses_what_does_not_fit() -> None:
             merge([a, b], weights=weights)
     with pytest.raises(UserError, match="one sensitivity a task vector"):
         merge([a, b], "fisher")
-    with pytest.raises(UserError, match="no 'b'"):
-        merge([a, b], "fisher", fishers=[{"w": torch.ones(2, 3)}] * 2)
+    for sensitivity in ({}, {"w": torch.ones(2, 3), "wrong": torch.ones(1)}, {"w": torch.ones(3, 2)}):
+        with pytest.raises(UserError, match="sensitivity"):
+            merge([a, b], "fisher", fishers=[sensitivity] * 2)
+
+
+def test_where_a_sensitivity_lacks_a_name_fisher_merging_takes_the_mean() -> None:
+    a, b = vectors(2)
+    found = merge([a, b], "fisher", weights=[1.0, 3.0], fishers=[{"w": torch.ones(2, 3)}, {"w": torch.zeros(2, 3)}]).state()
+    assert torch.equal(found["w"], a.state()["w"])
+    assert torch.allclose(found["b"], merge([a, b], weights=[1.0, 3.0]).state()["b"])
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "dare", "clipped_mean", "ties"])
+def test_half_precision_bears_weights_that_are_sample_counts(rule: str) -> None:
+    halves = [TaskVector(ParamSpace({"w": (3,)}), torch.full((3,), 2.0, dtype=torch.float16))] * 2
+    assert bool(merge(halves, rule, weights=[45_000, 45_000]).vector.isfinite().all())
 
 
 def test_an_unknown_option_is_an_error_that_lists_those_of_the_rule() -> None:

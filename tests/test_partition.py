@@ -1,5 +1,7 @@
 """Every sample on exactly one client, exactly Nc classes, balanced: for any K, Nc and class counts."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -82,6 +84,15 @@ def test_dirichlet_is_complete_disjoint_and_of_equal_sizes(alpha: float, clients
     assert is_a_partition(shards, len(labels))
     sizes = [len(s) for s in shards]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("clients", [10, 100])
+def test_dirichlet_is_never_nearer_to_iid_for_a_smaller_alpha(clients: int) -> None:
+    """Down to where a share underflows: a client whose classes are exhausted turns to its own next ones, not to the mixture of all."""
+    stats = [partition_stats(CIFAR_LABELS, partition(CIFAR_LABELS, clients, "dirichlet", alpha=a)) for a in (1.0, 0.1, 0.01, 1e-6, 1e-320)]
+    distances = [found.tv_distance for found in stats]
+    assert all(later >= earlier - 0.01 for earlier, later in itertools.pairwise(distances)), distances
+    assert stats[-1].classes_mean <= 1.5 * max(1, 100 / clients)
 
 
 def test_dirichlet_is_nearer_to_iid_the_larger_alpha() -> None:

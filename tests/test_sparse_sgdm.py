@@ -1,5 +1,6 @@
 """SparseSGDM: torch's SGD where the mask is one, nothing at all where it is zero, and no way to train by accident."""
 
+import copy
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -540,3 +541,29 @@ def test_neither_a_step_nor_clipping_reads_a_value_on_the_host(density: float) -
             optimizer.step()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
         params[2].detach().sum().item()
+
+
+def test_names_for_groups_that_have_none_are_refused() -> None:
+    """By position a mask would come to lie on another tensor of the same shape."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    masks = {name: torch.full(p.shape, name == "0.bias") for name, p in model.named_parameters()}
+    groups = [{"params": [m.weight for m in model]}, {"params": [m.bias for m in model]}]
+    with pytest.raises(UserError, match="named_parameters"):
+        SparseSGDM(groups, lr=1.0, masks=masks)
+    named = [{"params": [(n, p) for n, p in model.named_parameters() if n.endswith(kind)]} for kind in ("weight", "bias")]
+    optimizer = SparseSGDM(named, lr=1.0, masks=masks)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    assert [name for name, p in model.named_parameters() if not torch.equal(p, before[name])] == ["0.bias"]
+
+
+def test_a_copy_goes_on_as_the_original_does() -> None:
+    params = tensors()
+    optimizer = SparseSGDM(params, lr=0.1, masks=bernoulli(params, 0.1))
+    train(optimizer, 3)
+    other = copy.deepcopy(optimizer)
+    train(optimizer, 3)
+    train(other, 3)
+    copied = [p for group in other.param_groups for p in group["params"]]
+    assert same(params, copied) and all(a is not b for a, b in zip(params, copied, strict=True))

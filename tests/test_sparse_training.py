@@ -200,6 +200,10 @@ def test_a_client_that_is_idle_helps_with_the_head_and_never_trains(sparse_run: 
         (["mask.path=no-such-file"], "no-such-file"),
         (["experiment=centralized_sparse", "mask.scope=federated"], "no clients"),
         (["data.val_fraction=0", "head=linear"], "data.val_fraction is 0"),
+        (["head=linear"], "allowed under a mask is ridge"),
+        (["mask.like=no-such-file", "mask.strategy=random_layerwise"], "no-such-file"),
+        (["model.freeze_backbone=true"], "nothing is eligible"),
+        (["federated.exclude=[0,1,2,3,4,5,6,7]", "federated.idle=[8,9,10,11,12,13,14]"], "all 15 clients"),
         (["federated.client_vectors=true", "server.merge=ties"], "server.merge=mean only"),
         (["federated.exclude=[99]"], "below federated.clients"),
         (["federated.idle=[99]"], "federated.idle: 99 given, allowed is below"),
@@ -207,10 +211,25 @@ def test_a_client_that_is_idle_helps_with_the_head_and_never_trains(sparse_run: 
         (["mask.strategy=qk_only", "mask.density=0.5"], "density"),
     ],
 )
-def test_a_mask_that_cannot_be_is_one_line(sparse_run: Callable[..., Any], overrides: list[str], said: str) -> None:
+def test_a_mask_that_cannot_be_is_one_line_and_leaves_no_folder(
+    sparse_run: Callable[..., Any], tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    """So that the corrected command may have the same one."""
     with pytest.raises(UserError) as error:
         sparse_run("r", *overrides)
     assert said in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_configuration_freezes_is_not_in_the_mask_and_does_not_move(tmp_path: Path, compiled: bool) -> None:
+    overrides = [*FAST, "experiment=centralized_sparse", "mask.strategy=random", "model.freeze_blocks=3", f"train.compile={compiled}"]
+    bench = set_up(compose(overrides))
+    frozen = {name for name, param in bench.model.named_parameters() if not param.requires_grad}
+    mask, facts = sparse.make_mask(bench)
+    space = sparse.masked_space(bench, mask)
+    assert "blocks.2.attn.qkv.weight" in frozen and not frozen & set(space.shapes)
+    assert space.size == mask.active == facts["active"] == round(0.1 * facts["eligible"])
 
 
 def test_runs_of_one_process_share_features_and_masks_and_nothing_else(

@@ -347,3 +347,28 @@ def test_a_save_replaces_what_was_there(tmp_path: Path) -> None:
     assert loaded == first
     assert TaskVector.load(tmp_path / "new" / "t") == second
     assert "norm 3.317" in repr(loaded)
+
+
+def test_the_difference_of_two_halves_brings_back_the_second_half() -> None:
+    torch.manual_seed(0)
+    before, after = ({"w": torch.randn(1000).bfloat16()} for _ in range(2))
+    tau = TaskVector.between(before, after)
+    assert tau.vector.dtype == torch.float32
+    assert torch.equal(tau.apply_to(before)["w"], after["w"]) and tau.apply_to(before)["w"].dtype == torch.bfloat16
+
+
+def test_what_both_have_is_no_difference_even_where_it_is_infinite() -> None:
+    """The −inf of an attention's mask among the buffers."""
+    state = {"w": torch.ones(3), "mask": torch.tensor([0.0, float("-inf")])}
+    tau = TaskVector.between(state, {**state, "w": torch.zeros(3)})
+    assert tau.norm() == pytest.approx(3**0.5) and torch.equal(tau.apply_to(state, 2.0)["mask"], state["mask"])
+
+
+def test_what_is_subtracted_from_a_variance_leaves_one() -> None:
+    before = nn.BatchNorm1d(4)
+    after = nn.BatchNorm1d(4)
+    after.running_var = torch.full((4,), 7.0)
+    tau = TaskVector.between(before, after)
+    assert torch.equal(tau.apply_to(before).running_var, after.running_var)  # type: ignore[arg-type]
+    negated = (-tau).apply_to(before)
+    assert torch.equal(negated.running_var, torch.zeros(4)) and bool(negated.eval()(torch.randn(3, 4)).isfinite().all())  # type: ignore[arg-type]

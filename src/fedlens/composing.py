@@ -18,16 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.config import Config, known_keys, validate
+from fedlens.config import choices as choices
 from fedlens.errors import UserError, first_line, unknown
 from fedlens.lens.bitmap import KINDS
 
 ConfigStore.instance().store(name="schema", node=Config)
 GROUPS = ("experiment", "data", "model")
-
-
-def choices(group: str) -> list[str]:
-    """The YAML files of a config group."""
-    return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
 
 
 def _other_kinds(value: str) -> list[str]:
@@ -136,13 +132,18 @@ def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"config: {path} is not YAML ({first_line(error)})") from None
     if not isinstance(saved, DictConfig):
         raise UserError(f"config: {path} is not a mapping of keys")
-    keys = set(known_keys())
-    for name in overrides:
-        if name.split("=")[0] not in keys:
-            raise unknown("key", name.split("=")[0], keys)
+    wanted = normalise(overrides)
+    if groups := [text for text in wanted if text.partition("=")[0] in GROUPS]:
+        raise UserError(f"override: {groups[0]!r} given, allowed on top of {path} are single keys: it has what its groups gave")
     try:
-        return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides))))  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
+        values = OverridesParser.create().parse_overrides(wanted)
+        if sweep := next((value for value in values if value.is_sweep_override()), None):
+            raise UserError(f"override: {sweep.input_line!r} given, allowed is one value")
+        whole = OmegaConf.merge(_schema(), saved)
+        for value in values:
+            OmegaConf.update(whole, str(value.key_or_group), value.value(), merge=True)
+        return to_config(whole)  # type: ignore[arg-type]
+    except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -37,7 +38,9 @@ class ModelConfig:
     dropout: float = 0.0
     freeze_blocks: int = 0
     freeze_backbone: bool = False
-    freeze_head: bool = False
+    freeze_head: bool | None = (
+        None  # null: frozen once something has fitted it (head=ridge, or a checkpoint that brings one), unless nothing else trains
+    )
 
 
 @dataclass
@@ -183,11 +186,17 @@ SCORED = ("least_sensitive", "most_sensitive", "random_layerwise")  # strategies
 Check = tuple[str, Callable[[Any], bool], str]
 
 
+def choices(group: str) -> list[str]:
+    """The YAML files of a config group."""
+    return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
+
+
 def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
     return (lambda v: v in names), " | ".join(names)
 
 
 CHECKS: list[Check] = [
+    ("experiment", *_one_of(*choices("experiment"))),
     ("seed", lambda v: v >= 0, ">= 0"),
     ("device", lambda v: v in ("auto", "cpu", "cuda", "mps") or v.startswith("cuda:"), "auto | cpu | cuda | cuda:N | mps"),
     ("head", *_one_of("linear", "ridge")),
@@ -299,6 +308,10 @@ def validate(config: Config) -> Config:
     for key in ("exclude", "idle"):
         if gone := [k for k in getattr(config.federated, key) if k >= config.federated.clients]:
             raise bad_value(f"federated.{key}", gone[0], f"below federated.clients, {config.federated.clients}")
+    if not any(map(config.federated.trains, range(config.federated.clients))):
+        raise UserError(
+            f"federated.exclude, federated.idle: all {config.federated.clients} clients given, allowed is to leave one that trains"
+        )
     if config.server.alphas and config.server.optimizer != "sgd":
         raise UserError(f"server.alphas: α is chosen for server.optimizer=sgd only, {config.server.optimizer!r} given")
     if config.server.alphas and config.data.val_fraction == 0:

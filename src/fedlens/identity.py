@@ -32,6 +32,8 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
         data.pop("root", None)
     if model.get("weights"):
         model["weights"] = Path(model["weights"]).name
+    if model.get("freeze_head", False) is None and plain.get("head") == "ridge":  # runs were kept when this was said, not decided
+        model["freeze_head"] = not model.get("freeze_backbone")
     for section, key, neutral in LATER:
         found = plain.get(section) or {}
         if key in found and found[key] == neutral:

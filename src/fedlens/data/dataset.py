@@ -124,6 +124,10 @@ def load_dataset(
     else:
         raise unknown("data.name", name, [*SOURCES, "hf:NAME[:CONFIG]"])
     train, val = stratified_split(raw.train.labels, val_fraction, seed)
+    if not len(train) or (val_fraction > 0 and not len(val)):
+        raise UserError(
+            f"data.val_fraction: {val_fraction} of {len(raw.train)} samples leaves {len(train)} to train and {len(val)} to validate"
+        )
     return Dataset(
         train=raw.train.subset(train),
         val=raw.train.subset(val),

@@ -44,8 +44,8 @@ def partition(
 
 def _as_array(labels: Labels) -> Index:
     y = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
-    if y.ndim != 1 or len(y) == 0 or (y < 0).any():
-        raise UserError(f"partition: labels of shape {y.shape} given, allowed is a non-empty vector of classes >= 0")
+    if y.ndim != 1 or len(y) == 0 or not np.issubdtype(y.dtype, np.integer) or (y < 0).any():
+        raise UserError(f"partition: labels {y.dtype} of shape {y.shape} given, allowed is a non-empty vector of whole numbers >= 0")
     return y.astype(np.int64)
 
 
@@ -218,12 +218,11 @@ def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float 
     wanted[rng.permutation(clients)[: len(y) % clients]] += 1
     left, taken = counts.copy(), np.zeros((clients, len(counts)), np.int64)
     for client in rng.permutation(clients):
-        law = _dirichlet_law(rng, alpha * prior)
+        law = _log_dirichlet(rng, alpha * prior)
         while (missing := wanted[client] - taken[client].sum()) > 0:
-            open_law = np.where(left > 0, law, 0.0)
-            if open_law.sum() <= 0:  # its classes are exhausted: what is left decides
-                open_law = left.astype(float)
-            drawn = np.minimum(rng.multinomial(missing, open_law / open_law.sum()), left)
+            still = np.where(left > 0, law, -np.inf)
+            share = np.exp(still - still.max())  # renormalised: of what is left, the client's own favourites
+            drawn = np.minimum(rng.multinomial(missing, share / share.sum()), left)
             taken[client] += drawn
             left -= drawn
     owner = np.empty(len(y), np.int64)
@@ -232,13 +231,13 @@ def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float 
     return owner
 
 
-def _dirichlet_law(rng: np.random.Generator, concentration: NDArray[np.float64]) -> NDArray[np.float64]:
-    law = np.zeros(len(concentration))
+def _log_dirichlet(rng: np.random.Generator, concentration: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The logarithm of a draw from Dir(concentration), up to a constant. Where alpha is small nearly all shares are below what a float holds, but
+    their order still says which class a client turns to when its first ones are exhausted."""
+    law = np.full(len(concentration), -np.inf)
     seen = concentration > 0
-    law[seen] = rng.dirichlet(concentration[seen])
-    if not np.isfinite(law).all() or law.sum() <= 0:  # tiny alpha underflows: its limit is a single class
-        law[:] = 0.0
-        law[rng.choice(len(law), p=concentration / concentration.sum())] = 1.0
+    a = np.maximum(concentration[seen], 1e-300)  # so that the division below stays finite
+    law[seen] = np.log(rng.standard_gamma(a + 1)) + np.log1p(-rng.random(len(a))) / a  # Gamma(a) = Gamma(a + 1) · U^(1/a)
     return law
 
 

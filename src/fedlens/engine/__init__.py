@@ -29,7 +29,7 @@ def choose_engine(
         raise UserError(
             f"federated.engine: cohort needs a model with a client axis, {config.model.name} has none; allowed is auto | sequential"
         )
-    if any(True for _ in model.buffers()):
+    if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
         raise UserError(f"model.name: {config.model.name} keeps batch statistics, which federated averaging does not define; use a ViT")
     parts = (model, space, bank, pipeline, precision, config.train.compile)
     if wanted == "cohort" or (wanted == "auto" and stackable and precision.device.type == "cuda"):

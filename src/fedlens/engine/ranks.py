@@ -79,7 +79,7 @@ class Ranks:
         vectors = self.sum(vectors)
         values = self.sum(torch.tensor([float(getattr(mine, n)) for n in numbers], dtype=torch.float64, device=self.device)).tolist()
         known = dict(zip(numbers, values, strict=True))
-        known["count"] = int(known["count"])
+        known["count"], known["moved"] = int(known["count"]), int(known["moved"])
         found = RoundSums(**known)
         if found.count:
             found.total, found.directions = vectors[:size].clone(), vectors[size:].clone()

@@ -140,9 +140,11 @@ class Worker:
         optimizer, scale = self.optimizer(rule), self.engine.precision.loss_scale  # a new one: momentum starts at zero each round
 
         def step(loss: Tensor) -> None:
-            grads = torch.autograd.grad(loss * scale, self.trained)
+            grads = torch.autograd.grad(
+                loss * scale, self.trained, allow_unused=True
+            )  # a foreign model may have weights that its loss does not use
             for param, grad in zip(self.trained, grads, strict=True):
-                param.grad = grad if scale == 1 else grad / scale
+                param.grad = grad if scale == 1 or grad is None else grad / scale
             if rule.prox:
                 self._add([rule.prox * (p.detach() - a) for p, a in zip(self.trained, anchor, strict=True)])
             if rule.clip_norm is not None:
@@ -206,8 +208,8 @@ class Worker:
 
     def _add(self, more: list[Tensor]) -> None:
         for param, extra in zip(self.trained, more, strict=True):
-            assert param.grad is not None
-            param.grad.add_(extra)
+            if param.grad is not None:
+                param.grad.add_(extra)
 
 
 def _options(rule: LocalRule) -> dict[str, Any]:

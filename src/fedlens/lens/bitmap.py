@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -159,12 +160,14 @@ class Mask:
         tensors = {"mask": pack_bits(self.vector), "eligible": pack_bits(self.eligible)}
         shapes = list(self.space.shapes.items())
         head = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, part, {"fedlens.mask": json.dumps(head)})
             os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise UserError(f"mask: {path} cannot be written ({first_line(error)[:120]})") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Mask":
@@ -208,7 +211,9 @@ def _digest(shapes: list[tuple[str, tuple[int, ...]]], tensors: Mapping[str, Ten
 def parts(name: str, shape: tuple[int, ...]) -> dict[str, slice | tuple[()]]:
     """Kind of weight -> which rows of the tensor: an attention's qkv is three kinds, everything else is one."""
     path, rows = name.rpartition(".")[0], shape[0] if shape else 1
-    if path.endswith("qkv") and rows % 3 == 0:
+    if own := re.search(r"(q|k|v)_proj_weight$", name):  # of torch's attention, as is in_proj
+        path = own[0].removesuffix("_weight")
+    if (path.endswith("qkv") or re.search(r"in_proj_(weight|bias)$", name)) and rows % 3 == 0:
         return {kind: slice(i * rows // 3, (i + 1) * rows // 3) for i, kind in enumerate(("query", "key", "value"))}
     return {next(kind for kind, pattern in KINDS.items() if re.search(pattern, path)): ()}
 

@@ -20,6 +20,7 @@ class RoundSums:
     mass: float = 0.0  # Σ w_k ‖Δ_k‖₁
     loss: float = 0.0  # Σ w_k · training loss
     count: int = 0
+    moved: int = 0  # of them with an update that is not zero: only those have a direction
 
     def add(self, delta: Tensor, norm: float, weight: float, loss: float) -> None:
         if self.total is None or self.directions is None:
@@ -32,6 +33,7 @@ class RoundSums:
         self.mass += weight * l1(delta)
         self.loss += weight * loss
         self.count += 1
+        self.moved += norm > 0
 
     def mean(self) -> Tensor:
         assert self.total is not None
@@ -42,9 +44,9 @@ class RoundSums:
         sign_conflict, the share of |Δ| that pulls against the sign that its coordinate elects (0 to 1/2)."""
         if self.total is None or self.directions is None:
             return {}
-        # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for unit vectors u_k
+        # ‖Σ u_k‖² = C + Σ_{k≠l} cos(Δ_k, Δ_l) for C unit vectors u_k; a zero update has cosine 0 with all others, as in TaskVector.cosine
         pairs = self.count * (self.count - 1)
-        cosine = (squared(self.directions) - self.count) / pairs if pairs else 1.0
+        cosine = (squared(self.directions) - self.moved) / pairs if pairs else 1.0
         apart = self.weighted_norms or 1.0
         return {
             "train_loss": self.loss / self.weight,

@@ -5,6 +5,7 @@ left out of the choice, which changes where a mask lies and not how large it is.
 strategies score in rounds: what a round rejects is softened in the forward pass of the next, so that each scores a changed network.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,28 +23,34 @@ from fedlens.seeding import torch_rng
 
 Scores = Callable[[Collection[str], Mapping[str, Tensor]], Mapping[str, Tensor]]
 # (names, what is still in question: name -> bool) -> sensitivities of these names in the network as it is now: all else softened
+WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {  # what of a module may move
+    nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    nn.Linear: ("weight", "bias"),
+    nn.modules.conv._ConvNd: ("weight", "bias"),
+    nn.LayerNorm: ("weight", "bias"),
+}
+WRAPPED = re.compile(r"^(_orig_mod\.|module\.)+")  # torch.compile's and DataParallel's names for the model inside
 OnRound = Callable[[int, int], None]  # the round, from 1, and how many coordinates it kept
 
 
-def eligible(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and biases of every Linear, convolution and LayerNorm of the backbone; False for all else, the classifier `head` included.
+def eligible(model: nn.Module, frozen: Collection[str] = ()) -> dict[str, Tensor]:
+    """Weights and biases of every Linear, convolution and LayerNorm of the backbone, the input projections of torch's attention among them; False for
+    all else, the classifier `head` and what is `frozen` included.
 
     The key bias of attention is not eligible: softmax does not see it, so that its gradient is zero and least-sensitive would spend itself there.
     """
     found = {name: torch.zeros(param.shape, dtype=torch.bool) for name, param in model.named_parameters()}
     for path, module in model.named_modules():
-        if path.split(".")[0] == "head" or not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.LayerNorm)):
+        if WRAPPED.sub("", path).split(".")[0] == "head":
             continue
         prefix = f"{path}." if path else ""
-        for name in ("weight", "bias"):
-            if prefix + name in found:
+        for name in next((names for kind, names in WEIGHTS.items() if isinstance(module, kind)), ()):
+            if prefix + name in found and prefix + name not in frozen:
                 found[prefix + name].fill_(True)
-        if isinstance(module, nn.Linear) and module.bias is not None and f"{path}.bias" in found:
-            third = module.in_features
-            if path.endswith("qkv") and module.out_features == 3 * third:
-                found[f"{path}.bias"][third : 2 * third] = False
-            elif path.endswith(("key", "k_proj")):
-                found[f"{path}.bias"].fill_(False)
+    for name, mask in found.items():
+        kinds = parts(name, tuple(mask.shape))
+        if name.endswith("bias") and "key" in kinds:
+            mask[kinds["key"]] = False
     return found
 
 
@@ -252,17 +259,20 @@ def build_mask(
     like: Mask | None = None,
     on_round: OnRound | None = None,
     without: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> Mask:
     """A mask of exactly round(density · m) of the model's m eligible coordinates, naming every parameter, on the CPU.
 
-    without: kinds of weight (bitmap.KINDS) that are not chosen; m counts them all the same, so that masks with and without them are as large.
+    frozen: parameters that are not to move at all, and so not eligible. without: kinds of weight (bitmap.KINDS) that are not chosen; m counts them all the same, so that masks with and without them are as large.
     score(names, active): the sensitivities of the model as it is at the call, softened; asked by the sensitivity strategies, once a round.
     """
     if strategy not in STRATEGIES:
         raise unknown("mask.strategy", strategy, STRATEGIES)
-    allowed = eligible(model)
+    allowed = eligible(model, frozen)
     if not any(bool(mask.any()) for mask in allowed.values()):
-        raise UserError("mask: the model has no Linear, convolution or LayerNorm besides its `head`: nothing is eligible")
+        raise UserError(
+            "mask: the model has no Linear, convolution or LayerNorm besides its `head` that is not frozen: nothing is eligible"
+        )
     space = ParamSpace({name: mask.shape for name, mask in allowed.items()})
     device = next(model.parameters()).device
     keep_schedule(1, density, rounds)  # refuses what is out of range, for every strategy alike
@@ -279,7 +289,16 @@ def build_mask(
             )
         density = wanted / int(among.sum())
     request = Request(model, space, among.to(device), density, asked, rounds, soft, seed, score, like, on_round)
-    return Mask(space.views(STRATEGIES[strategy](request).cpu()), allowed)
+    chosen = STRATEGIES[strategy](request)
+    found = (
+        (int(chosen.sum()), int((chosen & ~request.eligible).sum())) if chosen.dtype == torch.bool and chosen.shape == among.shape else None
+    )
+    if found != (request.count, 0):  # a rule of one's own is found out here, not in a table beside masks of another size
+        given = f"{chosen.dtype} {list(chosen.shape)}" if found is None else f"{found[0]:,} coordinates, {found[1]:,} of them not eligible,"
+        raise UserError(
+            f"mask.strategy: {strategy!r} gave {given} allowed is bool [{space.size}] with exactly {request.count:,} that are eligible"
+        )
+    return Mask(space.views(chosen.cpu()), allowed)
 
 
 def calibrate_mask(

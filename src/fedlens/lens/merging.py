@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.lens.norms import kth_smallest, l2
+from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.seeding import torch_rng
 
@@ -183,7 +184,8 @@ def merge(
 ) -> TaskVector:
     """One task vector of several by a rule of RULES; an option that the rule does not have is an error.
 
-    `weights` (sample counts) default to ones. For "fisher", `fishers` holds a sensitivity for each: name -> tensor, or flat.
+    `weights` (sample counts) default to ones. For "fisher", `fishers` holds a sensitivity for each: name -> tensor, or flat; where it lacks a name
+    (a frozen head, a buffer) the mean is taken.
     """
     vectors = list(task_vectors)
     if not vectors:
@@ -196,6 +198,7 @@ def merge(
             raise UserError(f"merge: option {name!r} is unknown to {rule!r}; allowed is {listed}")
     space = vectors[0].space
     rows = torch.stack([vectors[0].aligned(v) for v in vectors])  # [n, P]
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # sums by sample counts leave what half precision holds
     for index, row in enumerate(rows):
         if not bool(row.isfinite().all()):
             raise UserError(f"merge: task vector {index} is not finite")
@@ -209,8 +212,14 @@ def merge(
 def _flat_fisher(like: TaskVector, sensitivity: Mapping[str, Tensor] | Tensor) -> Tensor:
     if isinstance(sensitivity, Tensor):
         return sensitivity
-    check_fits(like.space, sensitivity, "a sensitivity in fishers")
-    return like.space.flatten(sensitivity)
+    known = {name: shape for name, shape in like.space.shapes.items() if name in sensitivity}
+    if not known or len(known) != len(sensitivity):
+        raise UserError(
+            "fisher fishers: a sensitivity names what the task vectors have not, allowed are their names, those that are 0 left out"
+        )
+    check_fits(ParamSpace(known), sensitivity, "a sensitivity in fishers")
+    whole = {name: sensitivity.get(name, torch.zeros(shape)) for name, shape in like.space.shapes.items()}
+    return like.space.flatten({name: tensor.to(like.vector.device) for name, tensor in whole.items()})
 
 
 def _checked_weights(weights: Sequence[float] | Tensor | None, count: int) -> Tensor:

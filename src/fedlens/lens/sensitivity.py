@@ -214,11 +214,13 @@ def _hash(images: Tensor, key: Tensor) -> Tensor:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is back in its own."""
-    before = [(module, module.training) for module in model.modules()]
+    """Eval mode inside, without torch's shortcut for attention in eval mode, which has no gradient; afterwards everything is as it was."""
+    before, shortcut = [(module, module.training) for module in model.modules()], torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(shortcut)
         for module, training in before:
             module.training = training

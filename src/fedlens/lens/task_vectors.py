@@ -48,13 +48,14 @@ class TaskVector:
 
     @classmethod
     def between(cls, before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor]) -> "TaskVector":
-        """after − before, over every floating-point tensor; integer buffers (a count of batches) are no direction and are left out."""
+        """after − before, over every floating-point tensor, in float32 at least; integer buffers (a count of batches) are no direction and are left
+        out. What is the same in both is 0, the −inf of an attention's mask among it."""
         old, new = _floats(before), _floats(after)
         if not old:
             raise UserError("task vector: the first model has no floating-point tensors")
         space = ParamSpace({name: tensor.shape for name, tensor in old.items()})
         check_fits(space, new, "the second model", exactly=True)
-        return cls(space, space.flatten({name: new[name].to(tensor.device) - tensor for name, tensor in old.items()}))
+        return cls(space, space.flatten({name: _difference(tensor, new[name].to(tensor.device)) for name, tensor in old.items()}))
 
     # --- the algebra
 
@@ -138,7 +139,10 @@ class TaskVector:
         check_fits(self.space, _floats(model), "the model")
         state = {name: tensor.detach().clone() if isinstance(tensor, Tensor) else tensor for name, tensor in model.items()}
         for name, delta in self.state().items():
-            state[name] = (state[name] + alpha * delta.to(state[name].device)).to(state[name].dtype)
+            moved_to = state[name] + alpha * delta.to(state[name].device)
+            if name.endswith("running_var"):  # of a batch norm: what is subtracted from a variance leaves one
+                moved_to = moved_to.clamp(min=0)
+            state[name] = moved_to.to(state[name].dtype)
         return state
 
     def restricted(self, mask: HasMask) -> "TaskVector":
@@ -207,6 +211,13 @@ def check_fits(space: ParamSpace, tensors: Mapping[str, Tensor], owner: str, exa
 def double(tensor: Tensor) -> Tensor:
     """float64, for sums over millions of entries; on the CPU where the device has none."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
+def _difference(old: Tensor, new: Tensor) -> Tensor:
+    """new − old; the difference of two halves is not a half."""
+    wide = torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float32)
+    old, new = old.to(wide), new.to(wide)
+    return torch.where(new == old, 0.0, new - old)
 
 
 def _floats(model: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

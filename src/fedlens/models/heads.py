@@ -18,6 +18,8 @@ def ridge_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tupl
     """(A [dim+1, dim+1], b [dim+1, classes]) in float64, bias column last; sums over samples, so clients' results add."""
     if features.ndim != 2 or len(features) != len(labels):
         raise UserError(f"ridge_statistics: features of shape {tuple(features.shape)} for {len(labels)} labels, allowed is [samples, dim]")
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise bad_value("ridge_statistics: labels", f"{int(labels.min())} to {int(labels.max())}", f"0 to {num_classes - 1}")
     z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64, device=features.device)], dim=1)
     y = F.one_hot(labels.long(), num_classes).double()
     return z.T @ z, z.T @ y
@@ -28,7 +30,10 @@ def ridge_head(A: Tensor, b: Tensor, lam: float) -> tuple[Tensor, Tensor]:
     if not lam > 0:
         raise bad_value("lam", lam, "> 0")
     system = A + lam * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    solution = torch.cholesky_solve(b, torch.linalg.cholesky(system))
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed):
+        raise UserError(f"ridge_head: A + {lam:g}·I is not positive definite; A is not finite, not a sum of squares, or wants a larger lam")
+    solution = torch.cholesky_solve(b, factor)
     return solution[:-1].T.contiguous(), solution[-1].contiguous()
 
 
@@ -49,6 +54,8 @@ def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor, lambdas
     Raw ridge logits approximate one-hot targets, so softmax of them is nearly flat: without a temperature the
     cross-entropy of a good head looks like that of a guess, and fine-tuning starts by rescaling the whole network.
     """
+    if not len(labels):
+        raise UserError("head: ridge chooses its lambda on validation samples, and there are none")
     features, labels = features.double(), labels.long()
     best: tuple[float, float, Tensor, Tensor] | None = None
     for lam in sorted(lambdas, reverse=True):  # of equally good ones the largest: the smallest weights, the gentlest gradients

@@ -181,6 +181,7 @@ class ViT(nn.Module):
     """images [(clients,) batch, 3, H, W], normalised -> logits [(clients,) batch, classes]."""
 
     client_axis = True  # any of the parameters may have one
+    fitted_head = False  # whether a checkpoint has brought one
 
     def __init__(self, shape: ViTShape, num_classes: int, *, image_size: int | None = None, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()

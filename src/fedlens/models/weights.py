@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -78,7 +79,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"model.weights: {path} is not a file; allowed is null, 'pretrained' or a checkpoint's path")
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, struct.error) as error:
         raise UserError(f"model.weights: {path} cannot be read as a checkpoint ({first_line(error)[:120]})") from None
     for inner in ("teacher", "state_dict", "model"):  # DINO's full checkpoints and many trainers' wrap the weights
         if isinstance(found, Mapping) and isinstance(found.get(inner), Mapping):
@@ -134,9 +135,11 @@ def load_weights(model: ViT, found: Mapping[str, Tensor], source: str) -> None:
     state, own = to_our_names(found), model.state_dict()
     if "pos_embed" in state and state["pos_embed"].ndim == 3:
         grid = model.image_size // model.shape.patch
-        if round((state["pos_embed"].shape[1] - 1) ** 0.5) ** 2 == state["pos_embed"].shape[1] - 1:
+        places = state["pos_embed"].shape[1] - 1
+        if places > 0 and round(places**0.5) ** 2 == places:
             state["pos_embed"] = resize_positions(state["pos_embed"].float(), grid, grid)
-    if not any(name.startswith("head.") for name in state):
+    model.fitted_head = any(name.startswith("head.") for name in state)
+    if not model.fitted_head:
         own = {name: tensor for name, tensor in own.items() if not name.startswith("head.")}
     problems = [f"missing {n}" for n in own if n not in state] + [f"surplus {n}" for n in state if n not in own]
     problems += [f"{n} is {list(state[n].shape)}, needs {list(own[n].shape)}" for n in own if n in state and state[n].shape != own[n].shape]

@@ -53,11 +53,13 @@ def sgd_step(
         velocity = grad if first else rule.momentum * velocity + (1 - rule.dampening) * grad
         grad = grad + rule.momentum * velocity if rule.nesterov else velocity
     step = lr * grad
-    return theta - (step if active is None else step * active), velocity
+    return theta - (step if active is None else torch.where(active > 0, step, 0.0)), velocity  # not a product: 0 · inf is nan
 
 
-def effective_steps(steps: int, momentum: float) -> float:
+def effective_steps(steps: int, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:
     """How far `steps` steps of a constant unit gradient go, in units of lr: FedNova's ‖a‖₁ (Wang et al. 2020)."""
-    if momentum == 0:
-        return float(steps)
-    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+    far, velocity = 0.0, 0.0
+    for j in range(steps):
+        velocity = 1.0 if j == 0 else momentum * velocity + (1 - dampening) if momentum else 1.0
+        far += 1.0 + momentum * velocity if nesterov else velocity
+    return far

@@ -92,8 +92,8 @@ def _check_group(group: dict[str, Any]) -> None:
 class SparseSGDM(Optimizer):
     """v ← μv + (1−dampening)·m⊙(g + wd·θ); θ ← θ − lr·v: torch.optim.SGD bit for bit where the mask m is all ones.
 
-    `masks` are bool, one for every parameter: in order, or by name (a mapping or a Mask) for `model.named_parameters()`; None is
-    dense. What they leave out keeps its bits. A tensor without an active entry loses requires_grad, so that backward does not visit
+    `masks` are bool, one for every parameter: in order, or by name (a mapping or a Mask) for `model.named_parameters()`; for `model.parameters()`
+    in one group a mapping counts in its own order, which is the model's. None is dense. What they leave out keeps its bits. A tensor without an active entry loses requires_grad, so that backward does not visit
     it, until `set_masks` gives it entries again (None: all).
     """
 
@@ -180,6 +180,18 @@ class SparseSGDM(Optimizer):
         if active.index is not None:
             p.view(-1).index_copy_(0, active.index, theta)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: torch's, and the masks by the order of the parameters, which are others there."""
+        paused = [p in self._paused for p in self._params()]
+        return {**super().__getstate__(), "masks": [self._active[p].mask(p) for p in self._params()], "paused": paused}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        masks, paused = state.get("masks"), state.get("paused")
+        super().__setstate__({key: value for key, value in state.items() if key not in ("masks", "paused")})
+        if masks is not None and paused is not None:  # torch's own load_state_dict comes here, too
+            self._active = {p: _Active.of(mask, p) for p, mask in zip(self._params(), masks, strict=True)}
+            self._paused = {p for p, was in zip(self._params(), paused, strict=True) if was}
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, and `masks` in the order of the parameters: outside `state`, whose tensors torch casts to float on loading."""
         return {**super().state_dict(), "masks": [self._active[p].mask(p) for p in self._params()]}
@@ -202,6 +214,10 @@ class SparseSGDM(Optimizer):
             return [_Active().mask(p) for p in params]
         entries = masks.as_dict() if not isinstance(masks, Mapping) and hasattr(masks, "as_dict") else masks
         if isinstance(entries, Mapping):
+            if not names and len(self.param_groups) > 1:
+                raise UserError(
+                    "masks: names given for groups of parameters without any, allowed is a sequence, or named_parameters() in the groups"
+                )
             entries = [entries.get(name) for name in names] if names else list(entries.values())
         if not isinstance(entries, Sequence):
             raise UserError(f"masks: {type(masks).__name__} given, allowed is a sequence, a mapping by name, a Mask or None")

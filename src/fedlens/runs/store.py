@@ -142,7 +142,9 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, UserError):  # for the file alone: whoever catches it tells it on the screen
+            self._handler.handle(logging.makeLogRecord({"levelno": logging.ERROR, "levelname": "ERROR", "msg": str(error)}))
         with suppress(*(() if kind is None else (UserError, OSError))):  # what went wrong first is what is told
             self.close()
 

@@ -35,6 +35,11 @@ class FedAvg:
             label_smoothing=self.config.train.label_smoothing,
         )
 
+    def distance(self, steps: int) -> float:
+        """How far so many local steps of a constant unit gradient go, in units of lr."""
+        o = self.config.optim
+        return effective_steps(steps, o.momentum, o.dampening, o.nesterov)
+
     def offsets(self, theta: Tensor) -> Offsets | None:
         return None
 
@@ -74,11 +79,11 @@ class FedNova(FedAvg):
     """Updates per step of their own, times the mean number of steps: clients that do more do not count more."""
 
     def scale(self, update: Update) -> float:
-        return 1.0 / effective_steps(update.steps, self.config.optim.momentum)
+        return 1.0 / self.distance(update.steps)
 
     def rescale(self, updates: list[tuple[int, int]]) -> float:
         total = sum(samples for samples, _ in updates)
-        return sum(n * effective_steps(steps, self.config.optim.momentum) for n, steps in updates) / total
+        return sum(n * self.distance(steps) for n, steps in updates) / total
 
 
 @dataclass
@@ -103,11 +108,11 @@ class Scaffold(FedAvg):
         return offset
 
     def received(self, update: Update, lr: float) -> None:
-        """c_k⁺ = c_k − c − Δ_k / (steps·lr), the mean gradient that the client saw."""
+        """c_k⁺ = c_k − c − Δ_k / (steps·lr), the mean gradient that the client saw; under momentum a step counts for as far as it goes."""
         assert self.server is not None
         own = self.clients.get(update.client)
         own = torch.zeros_like(self.server) if own is None else own.to(self.server.device)
-        new = own - self.server - update.delta / (effective_steps(update.steps, self.config.optim.momentum) * lr)
+        new = own - self.server - update.delta / (self.distance(update.steps) * lr)
         self._change = new - own if self._change is None else self._change + (new - own)
         self.clients[update.client] = new.cpu()
 

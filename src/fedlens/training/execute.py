@@ -3,9 +3,10 @@
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fedlens.runs.environment import environment
 from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
-from fedlens.training.setup import Bench, set_up
+from fedlens.training.setup import Bench, pick_device, set_up
 from fedlens.training.site import Clients
 
 log = logging.getLogger("fedlens")
@@ -110,48 +111,66 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
     `clients`: they are elsewhere, and this reaches them; None: all in this process, by data.partition.
     `watch` sees every line of metrics, as the trackers do, and may end the run by raising.
     """
-    path = Path(config.run.dir) if config.run.dir else default_folder(config)
-    first = int(os.environ.get("RANK", "0")) == 0
-    if first and not go_on and (path / "config.yaml").is_file():
-        if config.run.if_exists == "error":
-            raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-        if identity(from_file(path / "config.yaml")) != identity(config):
-            raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder")
-        go_on = True
-    if go_on and (path / "summary.json").is_file():
-        return Run(path)
     is_federated = config.experiment.startswith("fed")
     if not is_federated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"experiment: {config.experiment} is one process; torchrun is for the federated ones")
     if config.privacy.secure_aggregation and clients is None:
         raise UserError("privacy.secure_aggregation: true given, allowed is false in one process, where there is nobody to hide from")
-    bench = set_up(config)
-    shards = federated.make_shards(bench) if is_federated and clients is None else []
-    keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
     with ExitStack() as stack:
+        ranks = Ranks.start(pick_device(config.device))
+        stack.callback(ranks.stop)
+        path, go_on = ranks.tell(_where(config, go_on) if ranks.first else None)
+        if go_on and ranks.tell((path / "summary.json").is_file()):
+            return Run(path)
+        bench = set_up(config)
+        shards = federated.make_shards(bench) if is_federated and clients is None else []
         folder = None
-        if first:
+        if ranks.first:
+            keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
+            stack.enter_context(_nothing_half_written(path, go_on))
             folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
             stack.enter_context(folder)
             log.info("run %s", path)
-        trackers = Trackers(config.run.trackers if first else [], path, asdict(config))
+        trackers = Trackers(config.run.trackers if ranks.first else [], path, asdict(config))
         trackers.all += [watch] if watch else []
-        ranks = Ranks.start(bench.device)
-        stack.callback(ranks.stop)
-        try:
-            if is_federated:
-                if folder and clients is None:
-                    federated.describe_partition(bench, shards, folder)
-                site = federated.simulated(bench, shards, ranks) if clients is None else clients(bench)
-                federated.train(bench, site, folder, trackers, ranks)
-            else:
-                assert folder is not None
-                centralized.train(bench, folder, trackers)
-        except UserError as error:
-            log.error("%s", error)
-            raise
+        if is_federated:
+            if folder and clients is None:
+                federated.describe_partition(bench, shards, folder)
+            site = federated.simulated(bench, shards, ranks) if clients is None else clients(bench)
+            federated.train(bench, site, folder, trackers, ranks)
+        else:
+            assert folder is not None
+            centralized.train(bench, folder, trackers)
         ranks.wait()
     return Run(path)
+
+
+def _where(config: Config, go_on: bool) -> tuple[Path, bool]:
+    """The run's folder, and whether it goes on with what is there."""
+    path = Path(config.run.dir) if config.run.dir else default_folder(config)
+    if go_on or not (path / "config.yaml").is_file():
+        return path, go_on
+    if config.run.if_exists == "error":
+        raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
+    if identity(from_file(path / "config.yaml")) != identity(config):
+        raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder")
+    return path, True
+
+
+@contextmanager
+def _nothing_half_written(path: Path, there_before: bool) -> Iterator[None]:
+    """What is wrong with the input may show only when the head or the mask is made: a folder in which nothing was trained yet is not left behind."""
+    try:
+        yield
+    except UserError:
+        if (
+            not there_before
+            and (path / "config.yaml").is_file()
+            and not any((path / "checkpoints").glob("step-*"))
+            and not read_metrics(path)
+        ):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def run(overrides: Sequence[str]) -> Run:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlens.data.batches import ImageBank
 from fedlens.data.partition import Index
+from fedlens.errors import UserError
 from fedlens.lens.masks import STRATEGIES, Mask, build_mask
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
@@ -83,6 +84,7 @@ def make_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dic
         c,
         _source(STRATEGIES[str(c.strategy)]),
         like,
+        frozen(bench.model),
         bench.config.seed,
         bench.pipeline,
         bench.precision,
@@ -147,6 +149,7 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
             like=None if c.like is None else Mask.load(c.like),
             on_round=lambda r, kept: log.info("mask: round %d keeps %s coordinates", r, f"{kept:,}"),
             without=c.without,
+            frozen=frozen(bench.model),
         )
     after = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
     seconds = time.monotonic() - began
@@ -176,13 +179,20 @@ def masked_space(bench: Bench, mask: Mask | None) -> ParamSpace:
     """
     if mask is None:
         return ParamSpace.of(bench.model)
+    params, left = dict(bench.model.named_parameters()), frozen(bench.model)
     mask.freeze(bench.model)
+    moving = {_kind(name) for name, param in params.items() if param.requires_grad}
+    if not moving:
+        raise UserError("mask: no coordinate that it has active is in a parameter that trains (model.freeze_blocks, model.freeze_backbone)")
     if bench.config.train.compile:
-        params = dict(bench.model.named_parameters())
-        moving = {_kind(name) for name, param in params.items() if param.requires_grad}
         for name, param in params.items():
-            param.requires_grad_(_kind(name) in moving)
+            param.requires_grad_(_kind(name) in moving and name not in left)
     return ParamSpace.of(bench.model, mask.as_dict())
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """What the configuration has frozen, before a mask freezes more."""
+    return [name for name, param in model.named_parameters() if not param.requires_grad]
 
 
 def _kind(name: str) -> str:

@@ -32,7 +32,7 @@ from fedlens.training.federated import make_shards
 from fedlens.training.setup import Bench, set_up
 from fedlens.training.shared import content_digest
 from fedlens.training.site import Site
-from fedlens.training.sparse import masked_space
+from fedlens.training.sparse import frozen, masked_space
 
 OWN = ("device", "data.name", "data.root", "model.weights", "train.compile", "train.precision")  # a site's to say
 SETUP = "setup"  # what a site keeps between messages: the frozen head and the mask
@@ -215,7 +215,7 @@ def sensitivity(asked: Parcel, site: Site, memory: Memory) -> Parcel:
     _take_head(tensors, bench)
     active = space.views(unpack_bits(tensors["active"], space.size))
     names = [name for name, mask in active.items() if bool(mask.any())]
-    among = space.flatten(eligible(bench.model)) & ~of_kinds(space, bench.config.mask.without)
+    among = space.flatten(eligible(bench.model, frozen(bench.model))) & ~of_kinds(space, bench.config.mask.without)
     with softened(bench.model, active, space.views(among), bench.config.mask.soft):
         rows = [
             torch.cat([found[name].cpu()[active[name]] for name in names])
@@ -240,7 +240,7 @@ def _set_up(asked: Parcel, site: Site, memory: Memory, tensors: dict[str, Tensor
     _take_head(found, bench)
     mask = None
     if "mask" in found:
-        mask = Mask(space.views(unpack_bits(found["mask"], space.size)), eligible(bench.model))
+        mask = Mask(space.views(unpack_bits(found["mask"], space.size)), eligible(bench.model, frozen(bench.model)))
     inside = masked_space(bench, mask)
     site.begin(inside, mask)
     return inside
