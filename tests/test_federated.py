@@ -304,12 +304,7 @@ def test_a_model_without_a_client_axis_goes_to_the_sequential_engine(tmp_path: P
 def test_two_gloo_ranks_equal_one_process(fed_run: Callable[..., Any], tmp_path: Path, options: list[str]) -> None:
     options = [*options, *UNEVEN, "server.optimizer=momentum"]
     one = fed_run("one", *options)
-    code = "import sys, torch; torch.set_num_threads(1); from fedlens.cli import main; sys.exit(main(sys.argv[1:]))"
-    (tmp_path / "entry.py").write_text(code)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0", str(tmp_path / "entry.py"), "run", *SMALL, *options, f"run.dir={tmp_path / 'two'}"]
-    done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    by_two_ranks(tmp_path, *options, f"run.dir={tmp_path / 'two'}")
     two = fl.load_run(tmp_path / "two")
     assert two.summary["ranks"] == 2
     for name, tensor in one.state.items():
@@ -318,6 +313,26 @@ def test_two_gloo_ranks_equal_one_process(fed_run: Callable[..., Any], tmp_path:
         assert a["bytes_up"] == b["bytes_up"]
         assert a["clients"] == b["clients"]
         assert a["cosine"] == pytest.approx(b["cosine"], abs=1e-4)
+
+
+def by_two_ranks(tmp_path: Path, *options: str) -> None:
+    """`torchrun … fedlens run …` in this folder; the second rank comes a second late."""
+    code = "import os, sys, time, torch; torch.set_num_threads(1); time.sleep(1.2 * int(os.environ['RANK']))\n"
+    (tmp_path / "entry.py").write_text(code + "from fedlens.cli import main; sys.exit(main(sys.argv[1:]))")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "localhost:0", str(tmp_path / "entry.py"), "run", *SMALL, *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_ranks_that_come_late_share_the_folder_of_the_first_and_a_finished_run_is_left_by_all(tmp_path: Path) -> None:
+    """The folder's name has the time in it, and only the first rank looks whether it is finished."""
+    by_two_ranks(tmp_path, "federated.rounds=1")
+    (folder,) = (tmp_path / "runs").iterdir()
+    before = (folder / "summary.json").read_bytes()
+    by_two_ranks(tmp_path, "federated.rounds=1", f"run.dir={folder}", "run.if_exists=resume")
+    assert (folder / "summary.json").read_bytes() == before
 
 
 # --- identities ----------------------------------------------------------------------------------------------------

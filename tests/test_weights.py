@@ -1,6 +1,9 @@
 """Checkpoints in every layout people have, loaded strictly; the public download against local files."""
 
 import hashlib
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,11 @@ from torch import Tensor
 
 from fedlens.errors import UserError
 from fedlens.models import SHAPES, create_model, weights
+from fedlens.models.convert import as_vit16, resampled_positions, resized_kernel
 from fedlens.models.vit import ViT, ViTShape
 from fedlens.models.weights import PublicFile, load_weights, read_tensors
 
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SHAPE = ViTShape(patch=8, dim=24, depth=2, heads=2, image_size=32)
 
 
@@ -187,3 +192,50 @@ def test_timm_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(UserError, match=r"fedlens\[timm\]"):
         create_model("timm:vit_tiny_patch16_224", 3)
+
+
+# --- a ViT-S/16 from DINOv2
+
+
+def test_without_its_layer_scale_a_converted_model_computes_what_it_did() -> None:
+    shape = ViTShape(patch=8, dim=24, depth=2, heads=2, image_size=32, layer_scale=True)
+    scaled = ViT(shape, 3, seed=1)
+    with torch.no_grad():
+        for name, param in scaled.named_parameters():
+            if name.endswith("gamma"):
+                param.uniform_(-2, 2, generator=torch.Generator().manual_seed(0))
+    plain = ViT(replace(shape, layer_scale=False), 3)
+    found = as_vit16({**scaled.state_dict(), "mask_token": torch.zeros(1, 24)}, patch=8, image_size=32)
+    plain.load_state_dict(found)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(plain(images), scaled(images), atol=1e-5)
+
+
+def test_a_resized_kernel_says_of_an_enlarged_patch_what_the_old_one_said_of_the_patch() -> None:
+    rng = torch.Generator().manual_seed(0)
+    kernel, x = torch.randn(5, 3, 14, 14, generator=rng, dtype=torch.float64), torch.randn(4, 3, 14, 14, generator=rng, dtype=torch.float64)
+    larger = torch.nn.functional.interpolate(x, size=(16, 16), mode="bilinear", align_corners=False)
+    resized = resized_kernel(kernel, 16)
+    assert resized.shape == (5, 3, 16, 16)
+    assert torch.allclose(torch.einsum("dcij,ncij->nd", resized, larger), torch.einsum("dcij,ncij->nd", kernel, x))
+
+
+def test_resampled_positions_keep_the_class_token_and_a_constant_grid() -> None:
+    positions = torch.cat([torch.full((1, 1, 4), 7.0), torch.full((1, 37**2, 4), 3.0)], dim=1).double()
+    found = resampled_positions(positions, 14)
+    assert found.shape == (1, 197, 4) and bool((found[:, 0] == 7).all()) and torch.allclose(found[:, 1:], torch.tensor(3.0).double())
+
+
+def test_a_checkpoint_of_something_else_is_not_converted() -> None:
+    with pytest.raises(UserError, match="convert"):
+        as_vit16({"conv1.weight": torch.zeros(1)})
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif(not (SHARED / "prepare.py").exists(), reason="the shared data is not here")
+def test_the_script_makes_the_backbone_of_the_study_to_the_bit(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(SHARED / "prepare.py"), str(tmp_path)], check=True, capture_output=True)
+    script, weights = Path(__file__).parents[1] / "scripts/dino_from_dinov2.py", tmp_path / "weights"
+    subprocess.run([sys.executable, str(script), str(tmp_path / "made.pth"), "--weights", str(weights / "dinov2_vits14.pth")], check=True)
+    made, known = (torch.load(path, weights_only=True) for path in (tmp_path / "made.pth", weights / "dino_vits16_from_dinov2.pth"))
+    assert made.keys() == known.keys() and all(torch.equal(made[name], tensor) for name, tensor in known.items())

@@ -50,11 +50,11 @@ def sweep(evaluate: Callable[[Tensor], Mapping[str, float]], theta0: Tensor, tau
 
 
 def best(points: Sequence[SweepPoint], key: str = "val_accuracy") -> SweepPoint:
-    """The point with the highest metric `key`, of equal ones that of smallest |α|. Never a test metric."""
+    """The point with the highest metric `key`, of equal ones that of the lowest validation loss, then of smallest |α|. Never a test metric."""
     measured = _measured(points, key)
     if not measured:
         raise UserError(f"sweep: no point has a {key!r} that is a number")
-    return max(measured, key=lambda p: (p.metrics[key], -abs(p.alpha), p.alpha))
+    return max(measured, key=lambda p: (p.metrics[key], -p.metrics.get("val_loss", 0.0), -abs(p.alpha), p.alpha))
 
 
 def negate(points: Sequence[SweepPoint], target: str, control: str, keep: float = 0.95) -> SweepPoint | None:

@@ -60,8 +60,12 @@ PATIENCE = 180.0  # seconds that a site goes on trying where it is not let in
 
 def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) -> int:
     """The folder of a federation: nothing runs yet, nothing is overwritten."""
-    from fedlens.engine.flower.keys import make_certificates, make_site_key
-
+    try:
+        from fedlens.engine.flower.keys import make_certificates, make_site_key
+    except ImportError:
+        raise UserError(
+            "federate: Flower is not installed here; pip install 'fedlens[flower]', best in an environment of its own"
+        ) from None
     host, port = split_address(address)
     config = compose(overrides)
     if not config.experiment.startswith("fed"):
