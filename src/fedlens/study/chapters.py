@@ -95,7 +95,10 @@ def drift(page: Page, story: Story) -> None:
     )
     page.figure(
         curves_figure(
-            by_round(runs, "cosine"), "round", "mean cosine between clients' Δ", {"unrelated directions": 0.0, "all cancel": -1 / (count - 1)}
+            by_round(runs, "cosine"),
+            "round",
+            "mean cosine between clients' Δ",
+            {"unrelated directions": 0.0, "all cancel": -1 / (count - 1)},
         ),
         "How far clients agree: the mean cosine between the updates of a round (left), and what is left of the updates when they are "
         f"averaged (right): 1 if all agree, 0 if they cancel, 1/√{count} if they are unrelated.",
@@ -152,8 +155,8 @@ def masks(page: Page, story: Story) -> None:
         f"{100 * sum(row['share'] for row in attention):.0f} % of the {followed} mask.",
         f"Weights differ in the step that they take: the rate that suits {listed([spoken(r) for r, x in story.rates.items() if x == fast])} is "
         f"{fast / slow:.0f} times that of {listed([spoken(r) for r, x in story.rates.items() if x == slow])}. Each rule has its own here: the "
-        "best by validation loss of rates a factor of three apart, found beforehand on this split with seed 0, in as many rounds; dense "
-        "training likewise. A rule that is handed another's rate looks worse than it is.",
+        "best by validation loss of rates a factor of three apart, found beforehand on this split with seed 0, in as many rounds, and where no rate "
+        "gains on the head, the largest that ends near it. A rule that is handed another's rate looks worse than it is.",
     )
     ratio = dense["bytes_up"] / next(iter(runs.values())).summary["bytes_up"]
     page.figure(

@@ -163,10 +163,6 @@ def set_up(config: Config, data: Dataset | None = None) -> Bench:
         seed=config.seed,
     ).to(device)
     fitted, freeze = config.head == "ridge" or getattr(model, "fitted_head", False), config.model.freeze_head
-    if config.mask.strategy and not fitted:
-        raise UserError(
-            "head: linear given, allowed under a mask is ridge, or weights that bring a head: a mask leaves the head as it is, at random"
-        )
     if (fitted and not config.model.freeze_backbone) if freeze is None else freeze:
         for param in model.head.parameters():  # type: ignore[union-attr]
             param.requires_grad_(False)

@@ -76,6 +76,10 @@ def some_samples(shard: Index, samples: int | None) -> Tensor:
 def make_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
     """`calibrated_mask`, or what it gave before for the same model, data and configuration: runs that differ in their rate share it."""
     c = bench.config.mask
+    if bench.config.head == "linear" and not getattr(bench.model, "fitted_head", False):
+        raise UserError(
+            "head: linear given, allowed under a mask is ridge, or weights that bring a head: a mask leaves the head as it is, at random"
+        )
     held = clients.fingerprint() if c.scope == "federated" and clients is not None else split_digest(bench.val.split)
     if held is None or c.path is not None:
         return calibrated_mask(bench, clients)
