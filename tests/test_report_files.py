@@ -169,12 +169,44 @@ def test_a_small_table_in_markdown_is_exact(tmp_path: Path) -> None:
     assert "| central | 82.00 ± 2.00 [77.03, 86.97] (n = 3) | 81.00 ± 2.00 [76.03, 85.97] (n = 3) | — | — | — | — |" in text
     assert (
         "| dense | 71.67 ± 1.53 [67.87, 75.46] (n = 3) | 70.67 ± 1.53 [66.87, 74.46] (n = 3) | 3.0 ± 0.0 (n = 3) "
-        "| 1.3 ± 0.6 (n = 3) | 1.3 ± 0.6 (n = 3) | 3 of 3 reached it |" in text
+        "| ≤ 1.3 (n = 3) | ≤ 1.3 (n = 3) | 3 of 3 reached it |" in text
     )
-    assert "The target is 50.00 % validation accuracy; rounds and MB are those of the first evaluation that reaches it.\n" in text
+    assert (
+        "The target is 50.00 % validation accuracy; rounds and MB are those of the first evaluation that reaches it. "
+        "Validation looked every round (≤: a seed had reached the target at the first look).\n" in text
+    )
     assert "Test accuracy minus that of central, in points, paired over the n seeds that both have:" in text
     assert "| dense | -10.33 | [-11.77, -8.90] | 3 | 0.001 | 0.0021 |" in text
     assert "| sparse one | +6.33 | [4.90, 7.77] | 3 | 0.0028 | 0.0028 |" in text
+
+
+def test_what_the_first_evaluation_has_already_reached_is_a_bound_and_no_mean(tmp_path: Path) -> None:
+    cells: list[Cell] = [("once", "once", {}, [0.70, 0.72, 0.73]), ("below", "below", {}, [0.3, 0.4])]
+    folder = make_study(tmp_path / "s", {"t": cells}, rounds=1)
+    for file in folder.rglob("metrics.jsonl"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"round": 25, "bytes_up": 25 * 10**6}) + "\n")
+    found = gather([folder])
+    said = "Validation looked once, after round 25 (≤: a seed had reached the target at the first look)."
+    text, page = markdown_report(found), html_report(found)
+    assert "| ≤ 25 (n = 3) | ≤ 25 (n = 3) | 3 of 3 reached it |" in text and "| — | — | 0 of 2 reached it |" in text
+    assert said in text and said in page and page.count("≤ 25<small>n = 3</small>") == 2 and "25.0 ±" not in text + page
+    tables = {table.kind: table.text for table in latex_tables(found)}
+    assert r"& $\le 25$ & $\le 25$ & 3 of 3 \\" in tables["full"] and r"$\le 25$\\{\scriptsize 3 of 3}" in tables["cells"]
+    assert all(escape(said) in tables[kind] for kind in ("cells", "full"))
+
+
+def test_what_is_reached_later_is_a_mean_beside_how_often_validation_looked(tmp_path: Path) -> None:
+    cells: list[Cell] = [("dense", "dense", {}, [0.63, 0.65]), ("rarely", "rarely", {}, [0.63, 0.73])]
+    folder = make_study(tmp_path / "s", {"t": cells}, rounds=5)
+    for file in (folder / "runs").glob("run-0-1-*/metrics.jsonl"):
+        lines = [line for line in file.read_text().splitlines() if json.loads(line)["round"] in (3, 5)]
+        file.write_text("\n".join(lines) + "\n")
+    (table,) = gather([folder]).studies[0].tables
+    assert [table.cost(cell)["rounds"] for cell in table.cells] == [{0: 4.0, 1: 4.0}, {0: 5.0, 1: 3.0}]
+    assert [table.at_first(cell) for cell in table.cells] == [False, True], "one seed at its first look is enough to make a mean a bound"
+    text = markdown_report(gather([folder]))
+    assert "| 4.0 ± 0.0 (n = 2) | 4.0 ± 0.0 (n = 2) |" in text and "| ≤ 4 (n = 2) | ≤ 4 (n = 2) |" in text
+    assert "Validation looked every 1 to 3 rounds (≤:" in text
 
 
 def test_a_table_without_clients_has_no_columns_of_traffic(tmp_path: Path) -> None:
@@ -395,7 +427,7 @@ def test_tables_in_latex_are_exact(tmp_path: Path) -> None:
     full = named["toy-three-models-full"]
     assert r"central & 3 & $82.00 \pm 2.00$ & $[77.03, 86.97]$ & $81.00 \pm 2.00$ & $[76.03, 85.97]$ & -- & -- & -- & -- \\" in full
     assert (
-        r"dense & 3 & $71.67 \pm 1.53^{\dagger}$ & $[67.87, 75.46]$ & $70.67 \pm 1.53$ & $[66.87, 74.46]$ & $3.0 \pm 0.0$ & $1.3 \pm 0.6$ & $1.3 \pm 0.6$ & 3 of 3 \\"
+        r"dense & 3 & $71.67 \pm 1.53^{\dagger}$ & $[67.87, 75.46]$ & $70.67 \pm 1.53$ & $[66.87, 74.46]$ & $3.0 \pm 0.0$ & $\le 1.3$ & $\le 1.3$ & 3 of 3 \\"
         in full
     )
     assert r"dense & $-10.33$ & $[-11.77, -8.90]$ & 3 & $0.001$ & $0.0021$ \\" in named["toy-three-models-paired"]

@@ -151,6 +151,16 @@ class TableResult:
                         found[key][seed] = float(value)
         return found
 
+    def at_first(self, cell: CellResult) -> bool:
+        """A seed had reached the aim when validation first looked: how long before is not known, and its cost is an upper bound."""
+        return any(cell.runs[seed].curve("round", "val_accuracy")[0][0] == at for seed, at in self.cost(cell)["rounds"].items())
+
+    @cached_property
+    def looks(self) -> list[list[float]]:
+        """The rounds after which validation looked, of every federated run."""
+        runs = [run for cell in self.cells for run in cell.runs.values()]
+        return [[at for at, _ in curve] for run in runs if (curve := run.curve("round", "val_accuracy"))]
+
 
 @dataclass(frozen=True)
 class Analysis:

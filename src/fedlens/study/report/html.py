@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlens.study.report.html_analyses import SECTIONS, search_section
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
-from fedlens.study.report.markdown import TUNED, tuned_rows
+from fedlens.study.report.markdown import TUNED, Took, looked, reached, tuned_rows
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import NEAR, CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
@@ -128,7 +128,7 @@ def _table(page: Page, table: TableResult, planned: bool, question: str) -> None
     aim = f"{percent(table.aim)} %" if table.aim is not None else "the target"
     why = "as planned" if planned else f"{100 * NEAR:g} % of the best mean of this table"
     target = (
-        f" Target: a validation accuracy of {aim}, {why}, counted at the first evaluation that reaches it; means are over the seeds that did."
+        f" Target: a validation accuracy of {aim}, {why}, counted at the first evaluation that reaches it; means are over the seeds that did. {looked(table)}"
         if table.aim is not None
         else ""
     )
@@ -187,10 +187,15 @@ def _result(table: TableResult, cell: CellResult, seeds: set[int]) -> list[Cell 
     ]
     if not any(m.get("bytes_up") is not None for run in cell.runs.values() for m in run.metrics):
         return [cell.label, *found, NONE, NONE, NONE]
-    cost = table.cost(cell)
-    rounds, sent = (summarise(cost[key]) if cost[key] else None for key in ("rounds", "bytes_up"))
-    reached = Cell(f"{len(cost['rounds'])} of {len(cell.runs)}", "", len(cost["rounds"]))
-    return [cell.label, *found, _stat(rounds, 1, 1), _stat(sent, 1 / MB), reached]
+    cost, there = reached(table, cell)[0], len(table.cost(cell)["rounds"])
+    arrived = Cell(f"{there} of {len(cell.runs)}", "", there)
+    return [cell.label, *found, _took(cost.get("rounds"), 1, 1), _took(cost.get("bytes_up"), 1 / MB, 2), arrived]
+
+
+def _took(took: Took | None, scale: float, digits: int) -> Cell:
+    if took is None or not took.most:
+        return _stat(took and took.found, scale, digits)
+    return Cell(took.text(scale), f"n = {took.found.n}", took.found.mean)
 
 
 def _stat(found: Summary | None, scale: float, digits: int = 2) -> Cell:

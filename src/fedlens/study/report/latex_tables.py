@@ -9,9 +9,11 @@ from fedlens.study.report.markdown import (
     CLAIM,
     MB,
     Layout,
+    Took,
     aim_text,
     best_trial,
     layout,
+    looked,
     missing,
     p_text,
     params_text,
@@ -130,6 +132,12 @@ def mean(summary: Summary | None, scale: float = 100, digits: int = 2, mark: Com
     return _number(rf"\mathbf{{{text}}}^{{\dagger}}" if mark.difference > 0 else rf"{text}^{{\dagger}}")
 
 
+def _took(took: Took | None, scale: float) -> str:
+    if took is None:
+        return NO_VALUE
+    return _number(rf"\le {took.number(scale)}") if took.most else mean(took.found, scale, 1)
+
+
 def _interval(low: float | None, high: float | None) -> str:
     return NO_VALUE if low is None or high is None else _number(f"[{100 * low:z.2f}, {100 * high:z.2f}]")
 
@@ -207,8 +215,8 @@ def _cells(table: TableResult, name: str, study: int, number: int) -> TableFile:
         inside = _interval(test.low, test.high) if test and test.low is not None else ""
         traffic = [
             _number(f"{MB * sent.mean:.1f}") if sent else NO_VALUE,
-            _stacked(mean(cost.get("rounds"), 1, 1), said.removesuffix(" reached it")),
-            _number(f"{MB * target.mean:.1f}") if target else NO_VALUE,
+            _stacked(_took(cost.get("rounds"), 1), said.removesuffix(" reached it")),
+            _number((r"\le " if target.most else "") + target.number(MB)) if target else NO_VALUE,
         ]
         accuracy = _stacked(mean(test, mark=marked.get(cell.label)), inside)
         rows.append(row(escape(shown(cell.label)), str(test.n if test else 0), accuracy, *(traffic if table.sends else [])))
@@ -231,7 +239,10 @@ def _aim(table: TableResult) -> str:
     """What the columns of traffic are; the end of the sentence before where there are none."""
     if not table.sends:
         return "."
-    said = f" The target is {escape(aim_text(table))}; rounds and MB are those of the first evaluation that reaches it, means over the seeds that did, k of n."
+    said = (
+        f" The target is {escape(aim_text(table))}; rounds and MB are those of the first evaluation that reaches it, means over the seeds that did, k of n. "
+        f"{escape(looked(table))}"
+    )
     return "; MB sent by all clients." + (said if table.aim is not None and any(reached(table, cell)[1] for cell in table.cells) else "")
 
 
@@ -244,8 +255,8 @@ def _full(table: TableResult, name: str, study: int, number: int) -> TableFile:
         other = rf", $n={val.n}$" if val and test and val.n != test.n else ""
         traffic = [
             mean(cell.summary("bytes_up"), MB, 1),
-            mean(cost.get("rounds"), 1, 1),
-            mean(cost.get("bytes_up"), MB, 1),
+            _took(cost.get("rounds"), 1),
+            _took(cost.get("bytes_up"), MB),
             said.removesuffix(" reached it") or NO_VALUE,
         ]
         rows.append(

@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fedlens.study.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
@@ -59,12 +60,46 @@ def aim_text(table: TableResult) -> str:
     return f"{100 * table.aim:.2f} % validation accuracy" + ("" if table.target is not None else ", 95 % of the best cell's mean")
 
 
-def reached(table: TableResult, cell: CellResult) -> tuple[dict[str, Summary | None], str]:
-    """Rounds and bytes to the aim over the seeds that reached it, and "k of n reached it"; "" for a cell without rounds."""
+@dataclass(frozen=True)
+class Took:
+    """Rounds or bytes to the aim, over the seeds that reached it."""
+
+    found: Summary
+    most: bool  # one had reached it when validation first looked: a bound, whose spread over seeds says nothing
+
+    def number(self, scale: float) -> str:
+        """Without its spread: 25, 1.3."""
+        return f"{scale * self.found.mean:.1f}".removesuffix(".0" if self.most else "")
+
+    def text(self, scale: float) -> str:
+        """1.3 ± 0.6, or ≤ 25."""
+        return f"≤ {self.number(scale)}" if self.most else with_sd(self.found, scale, 1)
+
+
+def reached(table: TableResult, cell: CellResult) -> tuple[dict[str, Took], str]:
+    """Rounds and bytes to the aim where a seed reached it, and "k of n reached it"; "" for a cell without rounds."""
     evaluated = [run for run in cell.runs.values() if run.curve("bytes_up", "val_accuracy")]
     cost = table.cost(cell) if evaluated else {}
-    found = {key: summarise(values) if values else None for key, values in cost.items()}
+    found = {key: Took(summarise(values), table.at_first(cell)) for key, values in cost.items() if values}
     return found, f"{len(cost['rounds'])} of {len(evaluated)} reached it" if evaluated else ""
+
+
+def looked(table: TableResult) -> str:
+    """How often validation looked, and what ≤ says where a cell has one: what rounds and bytes to the aim are worth."""
+    if not table.looks:
+        return ""
+    if max(map(len, table.looks)) == 1:
+        said = f"once, after round {_span(at for (at,) in table.looks)}"
+    else:
+        every = _span(max(b - a for a, b in pairwise([0.0, *looks])) for looks in table.looks)
+        said = "every round" if every == "1" else f"every {every} rounds"
+    bound = any(table.at_first(cell) for cell in table.cells)
+    return f"Validation looked {said}" + (" (≤: a seed had reached the target at the first look)." if bound else ".")
+
+
+def _span(values: Iterable[float]) -> str:
+    found = sorted(set(values))
+    return f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}"
 
 
 def missing(table: TableResult) -> list[str]:
@@ -233,13 +268,13 @@ def _cells(table: TableResult) -> str:
                 escaped(shown(cell.label)),
                 *(s.text() if s else NOTHING for s in full),
                 _mean(sent, MB),
-                _mean(rounds, 1),
-                _mean(sent_to, MB),
+                _took(rounds, 1),
+                _took(sent_to, MB),
                 said or NOTHING,
             ]
         )
     under = (
-        f"\n\nThe target is {aim_text(table)}; rounds and MB are those of the first evaluation that reaches it."
+        f"\n\nThe target is {aim_text(table)}; rounds and MB are those of the first evaluation that reaches it. {looked(table)}".rstrip()
         if table.aim is not None
         else ""
     )
@@ -249,6 +284,10 @@ def _cells(table: TableResult) -> str:
 def _mean(summary: Summary | None, scale: float) -> str:
     """Of a cost, whose t interval may well hold numbers below 0."""
     return NOTHING if summary is None else f"{with_sd(summary, scale, 1)} (n = {summary.n})"
+
+
+def _took(took: Took | None, scale: float) -> str:
+    return NOTHING if took is None else f"{took.text(scale)} (n = {took.found.n})"
 
 
 def _paired(table: TableResult) -> list[str]:
