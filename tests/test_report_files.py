@@ -275,7 +275,7 @@ def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_
     found = gather([make_study(tmp_path / "s", tables, failures=failures)])
     text = markdown_report(found)
     assert "Seeds that are not finished:\n\n- b: 1 of 2 seeds\n- c: 0 of 2 seeds" in text
-    assert "- run-0-1-0: the disk of …/model.safetensors is full" in text
+    assert "- b, seed 0 (run-0-1-0): the disk of …/model.safetensors is full" in text
     assert "| b | +10.00 | — | 1 | no test | no test |" in text
     assert "| c | — | — | — | — | — | — |" in text
     named = {table.name: table.text for table in latex_tables(found)}
@@ -284,6 +284,43 @@ def test_seeds_that_are_missing_and_runs_that_failed_are_said_without_paths(tmp_
     paper = (tmp_path / "out" / "paper.tex").read_text()
     assert "Not all seeds are finished: b: 1 of 2 seeds; c: 0 of 2 seeds. 1 runs failed." in paper
     assert "/home" not in text + paper and "n = 1 to 2 seeds a cell" in paper and "tiny.safetensors" in paper
+
+
+def test_a_study_that_is_given_twice_is_told_once(tmp_path: Path) -> None:
+    mine = make_study(tmp_path / "studies" / "mine", PLAIN)
+    make_study(tmp_path / "studies" / "yours", PLAIN, name="yours")
+    make_run(tmp_path / "studies" / "alone", 0, 0.5)
+    (tmp_path / "studies" / "f").mkdir()
+    content = {"name": "lr", "question": "", "experiment": [], "keys": [], "trials": [], "default": {}, "best": None}
+    (tmp_path / "studies" / "f" / "search.json").write_text(json.dumps(content))
+    (tmp_path / "link").symlink_to(tmp_path / "studies")
+    found = gather([mine, tmp_path / "studies", tmp_path / "studies" / "mine" / "..", tmp_path / "link"])
+    assert [study.name for study in found.studies] == ["toy", "yours", "runs"] and len(found.searches) == 1
+    assert [len(cell.runs) for cell in found.studies[-1].tables[0].cells] == [1]
+
+
+def test_a_failure_is_told_by_cell_and_seed_or_by_its_analysis(tmp_path: Path) -> None:
+    failures = {"run-0-1-1": "no memory", "analyses/0.json": "no weights", "gone": "of an older plan"}
+    tables: dict[str, Sequence[Cell]] = {"t": [("a", "a", {}, [0.5, 0.6]), ("", "", {}, [0.7, None])]}
+    found = gather([make_study(tmp_path / "s", tables, [("sweep", SWEEP)], failures=failures)])
+    assert (
+        "Failed:\n\n- all, seed 1 (run-0-1-1): no memory\n- sweep of all, seed 0 (analyses/0.json): no weights\n- gone: of an older plan"
+        in markdown_report(found)
+    )
+    page = html_report(found)
+    assert '<th scope="row">all, seed 1</th><td>run-0-1-1</td><td>no memory</td>' in page and '<th scope="row">all</th>' in page
+    assert '<th scope="row">gone</th><td>–</td><td>of an older plan</td>' in page and '<th scope="row"></th>' not in page
+
+
+def test_clients_that_are_forgotten_are_in_the_title(tmp_path: Path) -> None:
+    (study,) = plain(tmp_path, analyses=[("forget", FORGET)]).studies
+    one, other = study.analyses[0], json.loads(json.dumps(FORGET))
+    other["clients"] = [other["clients"][0] | {"client": client} for client in (4, 1)]
+    both = Gathered([replace(study, analyses=[one, replace(one, found=other, options={"clients": [4, 1]})])])
+    text, page = markdown_report(both), html_report(both)
+    for title in ("forget of all: client 0", "forget of all: clients 4, 1"):
+        assert f"### {title}\n" in text and f"<h4>{title}, seed 0: along α</h4>" in page
+        assert any(caption.startswith(f"{title}, seed 0") for _, caption, _ in figures._of_study(both.studies[0]))
 
 
 def test_cells_that_share_no_seed_are_named_and_not_compared(tmp_path: Path) -> None:

@@ -210,8 +210,9 @@ class StudyResult:
     question: str
     tables: list[TableResult]
     analyses: list[Analysis] = field(default_factory=list)
-    failures: Mapping[str, str] = field(default_factory=dict)  # run -> why
+    failures: Mapping[str, str] = field(default_factory=dict)  # run, or file of an analysis -> why
     tuned: list[Tuned] = field(default_factory=list)
+    planned: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # run, or file of an analysis -> cell or title, and seed
 
     @property
     def trials(self) -> list[RunResult]:
@@ -247,23 +248,30 @@ class Gathered:
 
 def gather(paths: Sequence[str | Path]) -> Gathered:
     """Studies and searches by their folders; all other runs below the paths as one study of their own, named `runs`."""
-    studies: list[StudyResult] = []
+    planned: list[Path] = []
     loose: list[Path] = []
-    searches: list[SearchResult] = []
+    searched: list[Path] = []
     for given in map(Path, paths):
         if not given.is_dir():
             raise UserError(f"report: {given} is not a folder; allowed are run folders, study folders, and folders of them")
-        inside = sorted(file.parent for file in given.rglob(STUDY_FILE))
-        studies += [read_study(folder) for folder in inside]
-        searched = sorted(file.parent for file in given.rglob(SEARCH_FILE))
-        searches += [read_search(folder) for folder in searched]
+        inside, found = (sorted(file.parent for file in given.rglob(name)) for name in (STUDY_FILE, SEARCH_FILE))
+        planned, searched = planned + inside, searched + found
         finished = sorted(file.parent for file in given.rglob("summary.json") if (file.parent / "config.yaml").is_file())
-        loose += [folder for folder in finished if not any(folder.is_relative_to(owner) for owner in (*inside, *searched))]
+        loose += [folder for folder in finished if not any(folder.is_relative_to(owner) for owner in (*inside, *found))]
+    studies, searches = [read_study(folder) for folder in _once(planned)], [read_search(folder) for folder in _once(searched)]
     if loose:
-        studies.append(StudyResult("runs", "here", "", [TableResult("runs", "", group(dict.fromkeys(loose)))]))
+        studies.append(StudyResult("runs", "here", "", [TableResult("runs", "", group(_once(loose)))]))
     if not searches and not any(study.runs for study in studies):
         raise UserError(f"report: no finished run in {', '.join(map(str, paths))}")
     return Gathered(studies, searches)
+
+
+def _once(folders: Iterable[Path]) -> list[Path]:
+    """Each folder once, whatever ways lead to it."""
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        found.setdefault(folder.resolve(), folder)
+    return list(found.values())
 
 
 def read_search(folder: Path) -> SearchResult:
@@ -284,9 +292,20 @@ def read_study(folder: Path) -> StudyResult:
             if (folder / a["file"]).is_file()
         ]
         tuned = [_tuned(folder, each) for each in content.get("tuned", [])]
-        return StudyResult(content["name"], content["place"], content["question"], tables, analyses, content["failures"], tuned)
+        return StudyResult(
+            content["name"], content["place"], content["question"], tables, analyses, content["failures"], tuned, _planned(content)
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"report: {folder / STUDY_FILE} is not a study's ({first_line(error)})") from None
+
+
+def _planned(content: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """What a failure is of: of a run that several tables share, its first cell."""
+    found = {a["file"]: (str(a["title"]), int(a["seed"])) for a in content["analyses"]}
+    for cell in (cell for table in content["tables"] for cell in table["cells"]):
+        for seed, run in cell["runs"].items():
+            found.setdefault(run, (str(cell["label"]), int(seed)))
+    return found
 
 
 def _tuned(folder: Path, each: Mapping[str, Any]) -> Tuned:

@@ -48,7 +48,7 @@ from fedlens.study.report.markdown import (
     unique,
     vector_names,
 )
-from fedlens.study.report.over_seeds import of_seeds
+from fedlens.study.report.over_seeds import of_seeds, titled
 from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
@@ -385,9 +385,9 @@ def _forgettings(groups: Sequence[Sequence[Analysis]]) -> Iterator[Drawn]:
         said = "validation accuracy on the classes of the client whose update is subtracted α times, and on all others"
         if len(group) == 1:
             told = "; ".join(map(forget_text, group[0].found["clients"]))
-            caption = f"{shown(group[0].title)}, seed {group[0].seed} (n = 1): {said}; rings: α chosen on validation. {told}."
+            caption = f"{shown(titled(group[0]))}, seed {group[0].seed} (n = 1): {said}; rings: α chosen on validation. {told}."
         else:
-            caption = f"{shown(group[0].title)}: {said}, {_seeds([group])}, as far as all seeds were followed."
+            caption = f"{shown(titled(group[0]))}: {said}, {_seeds([group])}, as far as all seeds were followed."
         yield "forget" if number == 1 else f"forget {number}", caption, line_figure(panels, "α subtracted")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlens.study.report.html_analyses import SECTIONS, search_section
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
-from fedlens.study.report.markdown import TUNED, Took, looked, reached, tuned_rows
+from fedlens.study.report.markdown import TUNED, Took, failed, looked, reached, shown, tuned_rows
 from fedlens.study.report.over_seeds import TITLES, UNITS, Measured, over_seeds, shared_heads
 from fedlens.study.results import NEAR, CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
@@ -92,7 +92,8 @@ def _study(page: Page, study: StudyResult) -> None:
             _measured(page, over_seeds(study)[kind])
     if study.failures:
         page.heading(3, f"Failures of {study.name}")
-        page.table("Runs that failed, and why.", ["Run", "Why"], list(study.failures.items()))
+        rows = [[of or run, run if of else NONE, why] for of, run, why in failed(study)]
+        page.table("What failed, and why.", ["Of", "Run or file", "Why"], rows)
 
 
 def _measured(page: Page, found: Sequence[Measured]) -> None:
@@ -101,7 +102,7 @@ def _measured(page: Page, found: Sequence[Measured]) -> None:
         return
     heads, kind = shared_heads(found), found[0].kind
     rows: list[list[Cell | str]] = [
-        [row.label, *(_stat(row.numbers.get(key), row.scale(key)) for key in heads), number(str(row.n), row.n)] for row in found
+        [shown(row.label), *(_stat(row.numbers.get(key), row.scale(key)) for key in heads), number(str(row.n), row.n)] for row in found
     ]
     said = f"{TITLES[kind]}: means over seeds. {UNITS[kind]}"
     page.table(said, ["Of", *heads.values(), "Seeds"], rows)
@@ -117,7 +118,7 @@ def _distinct(study: StudyResult) -> list[CellResult]:
 
 def _names(study: StudyResult) -> dict[str, str]:
     """run folder -> the cell and seed that it is known by here."""
-    return {run.name: f"{cell.label} (seed {seed})" for cell in reversed(_distinct(study)) for seed, run in cell.runs.items()}
+    return {run.name: f"{shown(cell.label)} (seed {seed})" for cell in reversed(_distinct(study)) for seed, run in cell.runs.items()}
 
 
 def _table(page: Page, table: TableResult, planned: bool, question: str) -> None:
@@ -142,9 +143,11 @@ def _table(page: Page, table: TableResult, planned: bool, question: str) -> None
     _differences(page, table)
     dots = [
         {
-            "label": c.label,
+            "label": shown(c.label),
             "c": i,
-            "points": [{"row": c.label, "at": rounded(100 * s.mean), "low": rounded(s.low, 100), "high": rounded(s.high, 100), "n": s.n}],
+            "points": [
+                {"row": shown(c.label), "at": rounded(100 * s.mean), "low": rounded(s.low, 100), "high": rounded(s.high, 100), "n": s.n}
+            ],
         }
         for i, c in enumerate(table.cells)
         if (s := c.summary("test_accuracy")) is not None
@@ -156,13 +159,13 @@ def _table(page: Page, table: TableResult, planned: bool, question: str) -> None
         [{"x": "test accuracy", "unit": "%", "series": dots, "limit": DOTS}] if dots else [],
     )
     validation = {"y": "validation accuracy", "unit": "%"}
-    accuracy = _series(table, "round", "val_accuracy", 100)
+    accuracy = _lines(_series(table, "round", "val_accuracy", 100))
     page.chart("lines", f"Validation accuracy by round: {table.name}", ROUNDS, view(accuracy, x="round", whole=True, **validation))
     epochs = _series(table, "epoch", "val_accuracy", 100)
     page.chart(
         "lines", f"Validation accuracy by epoch, centralised: {table.name}", EPOCHS, view(epochs, x="epoch", whole=True, **validation)
     )
-    sent = _series(table, "round", "val_accuracy", 100, at="bytes_up")
+    sent = _lines(_series(table, "round", "val_accuracy", 100, at="bytes_up"))
     page.chart(
         "lines", f"Accuracy by bytes sent: {table.name}", BYTES, view(sent, x="MB sent up, all clients", xunit="MB", log=True, **validation)
     )
@@ -186,16 +189,16 @@ def _result(table: TableResult, cell: CellResult, seeds: set[int]) -> list[Cell 
         _stat(cell.summary("bytes_up"), 1 / MB),
     ]
     if not any(m.get("bytes_up") is not None for run in cell.runs.values() for m in run.metrics):
-        return [cell.label, *found, NONE, NONE, NONE]
+        return [shown(cell.label), *found, NONE, NONE, NONE]
     cost, there = reached(table, cell)[0], len(table.cost(cell)["rounds"])
     arrived = Cell(f"{there} of {len(cell.runs)}", "", there)
-    return [cell.label, *found, _took(cost.get("rounds"), 1, 1), _took(cost.get("bytes_up"), 1 / MB, 2), arrived]
+    return [shown(cell.label), *found, _took(cost.get("rounds"), 1, 1), _took(cost.get("bytes_up"), 1 / MB, 2), arrived]
 
 
 def _took(took: Took | None, scale: float, digits: int) -> Cell:
-    if took is None or not took.most:
-        return _stat(took and took.found, scale, digits)
-    return Cell(took.text(scale), f"n = {took.found.n}", took.found.mean)
+    if took is None:
+        return NONE
+    return Cell(took.text(scale), f"n = {took.found.n}", took.found.mean) if took.most else _stat(took.found, scale, digits)
 
 
 def _stat(found: Summary | None, scale: float, digits: int = 2) -> Cell:
@@ -213,10 +216,16 @@ def _differences(page: Page, table: TableResult) -> None:
         interval = "–" if c.low is None or c.high is None else f"[{percent(c.low)}, {percent(c.high)}]"
         tests = [number("{:.2g}", p) for p in (c.p, c.p_adjusted)]
         rows.append(
-            [c.name_b, Cell(f"{100 * c.difference:+z.2f}", "", c.difference), Cell(interval, "", c.low), Cell(str(c.n), "", c.n), *tests]
+            [
+                shown(c.name_b),
+                Cell(f"{100 * c.difference:+z.2f}", "", c.difference),
+                Cell(interval, "", c.low),
+                Cell(str(c.n), "", c.n),
+                *tests,
+            ]
         )
-    rows += [[name, NONE, NONE, Cell("0", "shares no seed", 0), NONE, NONE] for name in table.unshared()]
-    first = table.compared_with if table.by_case else f"“{table.compared_with}”"
+    rows += [[shown(name), NONE, NONE, Cell("0", "shares no seed", 0), NONE, NONE] for name in table.unshared()]
+    first = table.compared_with if table.by_case else f"“{shown(table.compared_with)}”"
     tested = "t test, p adjusted for the tests of this table by Holm"
     caption = f"Paired differences of test accuracy to {first}, in points, over the seeds that both have; {tested}."
     page.table(caption, ["Cell", "Difference", "95 % CI", "n", "p", "p, Holm"], rows)
@@ -227,7 +236,12 @@ def _differences(page: Page, table: TableResult) -> None:
 
 def _series(table: TableResult, x: str, y: str, scale: float = 1, at: str | None = None) -> list[dict[str, Any]]:
     found = [(i, cell, _curve(cell, x, y, scale, at)) for i, cell in enumerate(table.cells)]
-    return [{"label": cell.label, "c": i, "n": n, "points": points} for i, cell, (n, points) in found if points]
+    return [{"label": shown(cell.label), "c": i, "n": n, "points": points} for i, cell, (n, points) in found if points]
+
+
+def _lines(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Nothing where all are dots: what was evaluated once is in the table."""
+    return series if any(len(each["points"]) > 1 for each in series) else []
 
 
 def _curve(cell: CellResult, x: str, y: str, scale: float, at: str | None) -> tuple[int, list[list[float | None]]]:
@@ -270,7 +284,7 @@ def _partitions(page: Page, cells: Sequence[CellResult]) -> None:
             if run.partition is not None and run.partition.get("label_counts"):
                 key = json.dumps(run.partition["label_counts"])
                 parts.setdefault(key, run.partition)
-                found.setdefault(key, []).append(f"{cell.label}, seed {seed}")
+                found.setdefault(key, []).append(f"{shown(cell.label)}, seed {seed}")
     views = [_partition(parts[key], names) for key, names in list(found.items())[:VIEWS]]
     if views:
         page.heading(3, "Partitions")
@@ -292,7 +306,7 @@ def _partition(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _masks(page: Page, cells: Sequence[CellResult]) -> None:
-    sparse = [(cell.label, masks) for cell in cells if (masks := [run.mask for run in cell.runs.values() if run.mask])]
+    sparse = [(shown(cell.label), masks) for cell in cells if (masks := [run.mask for run in cell.runs.values() if run.mask])]
     if not sparse:
         return
     page.heading(3, "Masks")

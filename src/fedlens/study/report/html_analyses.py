@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedlens.study.report.html_page import NONE, Cell, Page, finite, number, percent, rounded, view
-from fedlens.study.report.over_seeds import BESIDE
+from fedlens.study.report.markdown import shown
+from fedlens.study.report.over_seeds import BESIDE, titled
 from fedlens.study.results import Analysis, SearchResult
 
 Row = list[Cell | str]
@@ -68,7 +69,7 @@ def _alphas(page: Page, found: Sequence[Analysis], names: Names, title: str, exp
     series: list[dict[str, Any]] = []
     rows: list[Row] = []
     for i, a in enumerate(found):
-        name, start, end, chosen = f"{' → '.join(a.labels)}, seed {a.seed}", a.found["start"], a.found["end"], a.found["chosen"]
+        name, start, end, chosen = f"{' → '.join(map(shown, a.labels))}, seed {a.seed}", a.found["start"], a.found["end"], a.found["chosen"]
         tests = {p["alpha"]: [p["alpha"], rounded(p["test_accuracy"], 100), _tested(p), "open"] for p in (start, end, chosen)}
         ring = [
             chosen["alpha"],
@@ -103,7 +104,7 @@ def _interferences(page: Page, found: Sequence[Analysis], names: Names) -> None:
             axes = {"row": f"α₁ of {first}", "column": f"α₂ of {second}", "rows": alphas[::-1], "columns": alphas}
             page.chart(
                 "heat",
-                f"ξ: {a.title}, seed {a.seed}",
+                f"ξ: {shown(a.title)}, seed {a.seed}",
                 XI,
                 [{**axes, "values": values, "unit": "%", "square": True, "what": "of predictions change"}],
             )
@@ -125,14 +126,16 @@ def _linearity(point: Mapping[str, Any]) -> list[Cell]:
 
 def _overlaps(page: Page, found: Sequence[Analysis], names: Names) -> None:
     page.heading(3, "Overlap of masks")
-    rows: list[Row] = [[f"{a.title}, seed {a.seed}", number("{:.3f}", a.found["iou"]), number("{:.3f}", a.found["chance"])] for a in found]
+    rows: list[Row] = [
+        [f"{shown(a.title)}, seed {a.seed}", number("{:.3f}", a.found["iou"]), number("{:.3f}", a.found["chance"])] for a in found
+    ]
     page.table(OVERLAP, ["Masks", "Intersection over union", "Of random masks"], rows)
 
 
 def _forgotten(page: Page, found: Sequence[Analysis], names: Names) -> None:
     page.heading(3, "Forgetting clients")
     for a in found:
-        clients, title = a.found["clients"], f"{a.title}, seed {a.seed}"
+        clients, title = a.found["clients"], f"{shown(titled(a))}, seed {a.seed}"
         kinds = {"target": "target: the client's classes", "control": "control: all other classes"}
         moved = [
             {"label": said, "c": i, "points": [_moved(client, kind) for client in clients]} for i, (kind, said) in enumerate(kinds.items())
@@ -193,7 +196,7 @@ def _known(text: str, names: Names) -> str:
 
 
 def _notes(found: Sequence[Analysis], names: Names) -> list[str]:
-    return [f"{a.title}, seed {a.seed}: {_known(str(note), names)}." for a in found for note in a.found.get("notes") or []]
+    return [f"{shown(a.title)}, seed {a.seed}: {_known(str(note), names)}." for a in found for note in a.found.get("notes") or []]
 
 
 def _share(value: float) -> str:

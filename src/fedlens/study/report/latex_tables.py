@@ -12,6 +12,7 @@ from fedlens.study.report.markdown import (
     Took,
     aim_text,
     best_trial,
+    grid_text,
     layout,
     looked,
     missing,
@@ -297,7 +298,7 @@ def _grid(table: TableResult, grid: Layout, name: str, study: int, number: int) 
     head = [
         rf" & \multicolumn{{{across}}}{{c}}{{{key}}} \\",
         rf"\cmidrule(l){{2-{across + 1}}}",
-        row("", *(escape(str(value)) for value in grid.values)),
+        row("", *(escape(grid_text(value)) for value in grid.values)),
     ]
     caption = (
         rf"{escape(shown(table.name))}: test accuracy in percent, mean $\pm$ standard deviation over $n$ seeds; "

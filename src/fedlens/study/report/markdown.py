@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from fedlens.study.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads
+from fedlens.study.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads, titled
 from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
@@ -29,8 +29,16 @@ PATH = re.compile(r"(?<![\w./])(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\:'\",;]+[/\\])+(?=(
 
 
 def shown(label: str) -> str:
-    """A name or label in one line and without paths; that of a table without cases begins with a comma in older studies."""
-    return placeless(label.lstrip(", ")) or "all"
+    """A name or label in one line and without paths; that of a table without cases begins with a comma in older studies. An empty list is none."""
+    return placeless(label.lstrip(", ").replace("[]", "none")) or "all"
+
+
+def grid_text(value: Any) -> str:
+    """A value of a grid; that of a list without its brackets."""
+    text = str(value)
+    if not (text.startswith("[") and text.endswith("]")):
+        return text
+    return ", ".join(part.strip() for part in text[1:-1].split(",")) if text[1:-1].strip() else "none"
 
 
 def placeless(text: str) -> str:
@@ -222,7 +230,16 @@ def _study(study: StudyResult) -> list[str]:
     kinds = dict.fromkeys(analysis.kind for analysis in study.analyses)
     parts += [part for kind in kinds for group in of_seeds(study, kind) for part in _analyses(group)]
     parts += [part for rows in over_seeds(study).values() if max(row.n for row in rows) > 1 for part in _measured(rows)]
-    return [*parts, _list("Failed", [f"{run}: {placeless(why)}" for run, why in study.failures.items()])]
+    return [*parts, _list("Failed", [f"{of} ({run}): {why}" if of else f"{run}: {why}" for of, run, why in failed(study)])]
+
+
+def failed(study: StudyResult) -> list[tuple[str, str, str]]:
+    """Of every failure what it is of (cell or analysis, and seed; "" where the plan no longer has it), its run or file, and why."""
+    found = []
+    for name, why in study.failures.items():
+        label, seed = study.planned.get(name, ("", 0))
+        found.append((f"{shown(label)}, seed {seed}" if name in study.planned else "", name, placeless(why)))
+    return found
 
 
 def tuned_rows(study: StudyResult, table: TableResult) -> list[list[str]]:
@@ -367,7 +384,7 @@ def _analyses(group: Sequence[Analysis]) -> list[str]:
         said, lines = f"One seed ({group[0].seed}), so n = 1 and no interval.", _lines(group[0])
     else:
         said, lines = "Seed by seed:", [f"seed {analysis.seed}: {line}" for analysis in group for line in _lines(analysis)]
-    return [f"### {escaped(shown(group[0].title))}", said, "\n".join(f"- {escaped(line)}" for line in lines)]
+    return [f"### {escaped(shown(titled(group[0])))}", said, "\n".join(f"- {escaped(line)}" for line in lines)]
 
 
 def _lines(analysis: Analysis) -> list[str]:

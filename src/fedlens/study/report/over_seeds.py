@@ -107,9 +107,18 @@ def label_of(analysis: Analysis) -> str:
     if analysis.kind == "interference" and len(analysis.labels) == 1:
         return f"{analysis.labels[0]}: {' and '.join(map(str, analysis.found['names']))}"
     if analysis.kind == "forget":
-        clients = [str(client["client"]) for client in analysis.found["clients"]]
-        return f"{analysis.labels[0]}: client{'s' if len(clients) > 1 else ''} {', '.join(clients)}"
+        return f"{analysis.labels[0]}: {_clients(analysis)}"
     return " and ".join(analysis.labels)
+
+
+def titled(analysis: Analysis) -> str:
+    """Its title, with the clients that are forgotten: a study may forget others of the same cell."""
+    return f"{analysis.title}: {_clients(analysis)}" if analysis.kind == "forget" else analysis.title
+
+
+def _clients(analysis: Analysis) -> str:
+    clients = [str(client["client"]) for client in analysis.found["clients"]]
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(clients)}"
 
 
 def shared_heads(rows: Sequence[Measured]) -> dict[str, str]:
