@@ -7,24 +7,28 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from fedlens.errors import UserError
+from fedlens.study.figures import partition_figure
 from fedlens.study.report import figures, latex
-from fedlens.study.report.drawing import clean
+from fedlens.study.report.drawing import COLUMN, LONGEST, PAGE, STYLE, Line, Panel, clean, line_figure
 from fedlens.study.report.figures import FigureFile, along_figure, forgotten_figure, length_figure, write_figures
 from fedlens.study.report.html import html_report
 from fedlens.study.report.latex import compile_pdf, write_files, write_latex
 from fedlens.study.report.latex_across import across_tables, numbers, rate_of
 from fedlens.study.report.latex_tables import escape, latex_tables
-from fedlens.study.report.markdown import csv_rows, escaped, layout, markdown_report, placeless, slug, table_stems, unique
+from fedlens.study.report.markdown import csv_rows, escaped, grid_text, layout, markdown_report, placeless, slug, table_stems, unique
 from fedlens.study.report.over_seeds import numbers_of, over_seeds
-from fedlens.study.results import Analysis, Gathered, gather
+from fedlens.study.results import Analysis, CellResult, Gathered, gather
+from fedlens.study.statistics import summarise
 
 HOSTILE = r"50% & $x_1$ #{a}~b^c \input{/etc/passwd} <α|τ> --,, [z]* ξθ 中 ∞"
 Cell = tuple[str, str, Mapping[str, Any], Sequence[float | None]]  # label, case, values, test accuracy by seed; None: not finished
@@ -648,6 +652,138 @@ def test_a_table_in_two_dimensions_has_a_map_and_a_panel_a_case(tmp_path: Path) 
     assert files["rounds"].wide and not files["map"].wide
 
 
+def of_table(found: Gathered) -> dict[str, Figure]:
+    """The figures of the only table, as they are before they are written."""
+    with rc_context(STYLE):
+        return {kind: figure for kind, _, figure in figures._of_table(found.studies[0].tables[0])}
+
+
+def look(line: Any) -> tuple[Any, ...]:
+    return line.get_color(), line.get_marker(), str(line._dash_pattern)
+
+
+def told(figure: Figure) -> dict[str, tuple[Any, ...]]:
+    """What the legend says: name -> look."""
+    (legend,) = figure.legends
+    return dict(zip((text.get_text() for text in legend.get_texts()), map(look, legend.get_lines()), strict=True))
+
+
+def boxes(figure: Figure, texts: Sequence[Any]) -> list[Any]:
+    figure.draw_without_rendering()
+    return [text.get_window_extent() for text in texts if text.get_text() and text.get_visible()]
+
+
+def stand_apart(figure: Figure, texts: Sequence[Any]) -> bool:
+    """No two overlap, and none is cut."""
+    found = boxes(figure, texts)
+    cut = [box for box in found if box.x0 < figure.bbox.x0 - 1 or box.x1 > figure.bbox.x1 + 1]
+    return not cut and not any(one.overlaps(other) for one, other in combinations(found, 2))
+
+
+def grid_of(cases: Sequence[str], values: Sequence[Any], lacking: Sequence[tuple[str, Any]] = ()) -> dict[str, Sequence[Cell]]:
+    key, accuracies = "server.merge", [0.6, 0.62, 0.65]
+    return {"t": [(f"{c}, merge {v}", c, {key: v}, [None] * 3 if (c, v) in lacking else accuracies) for c in cases for v in values]}
+
+
+@pytest.mark.parametrize("kind", ["rounds", "bytes"])
+def test_a_line_looks_as_the_legend_says_whatever_another_panel_lacks(tmp_path: Path, kind: str) -> None:
+    tables = grid_of(("a", "b"), ("mean", "ties", "dare"), lacking=[("a", "mean"), ("b", "ties")])
+    figure = of_table(gather([make_study(tmp_path / "s", tables)]))[kind]
+    named = told(figure)
+    assert list(named) == ["merge mean", "merge ties", "merge dare"] and len(set(named.values())) == 3
+    first, second = ([look(line) for line in ax.lines] for ax in figure.axes)
+    assert first == [named["merge ties"], named["merge dare"]] and second == [named["merge mean"], named["merge dare"]]
+
+
+def test_no_two_cells_of_a_grid_look_the_same(tmp_path: Path) -> None:
+    rules = ("mean", "ties", "dare", "fisher", "median", "trimmed_mean")
+    named = told(of_table(gather([make_study(tmp_path / "s", grid_of(("a", "b"), rules))]))["drift"])
+    assert len(named) == len(set(named.values())) == 12
+
+
+def test_runs_that_were_evaluated_once_have_no_curves(tmp_path: Path) -> None:
+    found = gather([make_study(tmp_path / "s", PLAIN, rounds=1)])
+    assert list(of_table(found)) == ["cells"]
+    assert re.findall(r"<h4>(.*?): three models</h4>", html_report(found))[:2] == [
+        "Test accuracy",
+        "Validation accuracy by epoch, centralised",
+    ]
+
+
+def test_the_lowest_panel_of_every_column_has_its_numbers_and_its_name(tmp_path: Path) -> None:
+    figure = of_table(gather([make_study(tmp_path / "s", grid_of("abcde", ("mean", "ties")))]))["rounds"]
+    shown = [ax for ax in figure.axes if ax.axison]
+    places = {(ax.get_subplotspec().colspan.start, ax.get_subplotspec().rowspan.start): ax for ax in shown}  # type: ignore[union-attr]
+    assert sorted(places) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)], "five are three and two"
+    for (column, row), ax in places.items():
+        lowest = (column, row + 1) not in places
+        assert bool(ax.get_xlabel()) == lowest and any(tick.label1.get_visible() for tick in ax.xaxis.get_major_ticks()) == lowest
+
+
+def test_numbers_on_a_logarithmic_axis_have_room_in_narrow_panels() -> None:
+    means = [summarise([0.5]), summarise([0.6])]
+    panels = [Panel([Line("a", [4_500.0, 190_000.0], means)], "y", f"{i}") for i in range(3)]
+    with rc_context(STYLE):
+        figure = line_figure(panels, "MB up", share=True, log=True)
+        for ax in figure.axes:
+            figure.draw_without_rendering()
+            ends = ax.get_xlim()
+            inside = [tick.label1 for tick in ax.xaxis.get_major_ticks() if ends[0] <= tick.get_loc() <= ends[1]]
+            assert len(inside) > 1 and stand_apart(figure, inside)
+
+
+def test_accuracies_are_drawn_within_0_and_100_percent() -> None:
+    line = Line("a", [0.0, 1.0], [summarise([0.7, 1.0, 1.0]), summarise([0.0, 0.0, 0.4])])
+    assert line.y[0].high is not None and line.y[0].high > 1 and line.y[1].low is not None and line.y[1].low < 0
+    (ax,) = line_figure([Panel([line], "y")], "x").axes
+    low, high = ax.get_ylim()
+    assert -5 < low <= 0 and 100 <= high < 105
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]  # type: ignore[index, call-overload]
+    assert band.min() == 0 and band.max() == 100
+    (ax,) = line_figure([Panel([replace(line, scale=1)], "cosine")], "x").axes
+    assert ax.get_ylim()[0] < 0, "what is no percentage may be negative"
+
+
+def test_classes_below_narrow_partitions_stand_apart() -> None:
+    with rc_context(STYLE):
+        figure = partition_figure({f"Nc = {i}": np.eye(100, dtype=np.int64) for i in range(4)}, (PAGE, 2.1))
+        for ax in figure.axes[:4]:
+            assert stand_apart(figure, [tick.label1 for tick in ax.xaxis.get_major_ticks()[1:-1]])
+
+
+@pytest.mark.parametrize(
+    ("longest", "layers", "most", "wide"), [(8, 6, 50.0, False), (26, 14, 98.0, False), (35, 14, 99.0, True), (8, 26, 100.0, True)]
+)
+def test_a_map_of_masks_takes_the_page_where_a_column_is_too_narrow(longest: int, layers: int, most: float, wide: bool) -> None:
+    by_layer = {f"block {i}": most for i in range(layers)}
+    kinds = dict.fromkeys(("query", "key", "value", "attention output", "mlp in", "mlp out", "norm", "patch embedding"), most)
+    rows = [(CellResult("least sensitive, no queries or keys"[:length], "", {}, {}, 1), by_layer, kinds) for length in (longest, 5)]
+    with rc_context(STYLE):
+        figure = figures._mask_figure(rows)
+        assert (figure.get_figwidth() > COLUMN) == wide
+        for ax in figure.axes:
+            assert stand_apart(figure, ax.texts) and stand_apart(figure, [ax.title, *ax.get_yticklabels()])
+
+
+def test_the_legend_of_what_forgetting_costs_fits_its_column(tmp_path: Path) -> None:
+    (study,) = plain(tmp_path, analyses=[("forget", FORGET)]).studies
+    labels = ["dense", "sparse", "its place at random", "all but the patch embedding"]
+    with rc_context(STYLE):
+        figure = forgotten_figure(replace(study, analyses=[replace(study.analyses[0], labels=[label]) for label in labels]))
+        assert figure is not None and list(told(figure)) == labels
+        assert stand_apart(figure, figure.legends[0].get_texts())
+        plot, legend = figure.axes[0].get_window_extent(), figure.legends[0].get_window_extent()
+        assert legend.y1 < plot.y0 and plot.height > 0.5 * figure.bbox.height
+
+
+def test_a_list_of_a_grid_is_said_without_brackets_and_none_where_it_is_empty(tmp_path: Path) -> None:
+    assert [grid_text(value) for value in ("[]", "[0.5,1]", [], 4, "ties")] == ["none", "0.5, 1", "none", "4", "ties"]
+    found = gather([make_study(tmp_path / "s", grid_of(("a", "b"), ("[]", "[0.5,1]")))])
+    assert [tick.get_text() for tick in of_table(found)["map"].axes[0].get_xticklabels()] == ["none", "0.5, 1"]
+    assert "\n & none & 0.5, 1 \\\\" in next(table.text for table in latex_tables(found) if table.kind == "grid")
+    assert "| a, merge none |" in markdown_report(found) and ">a, merge none<" in html_report(found)
+
+
 def test_accuracy_is_drawn_against_the_length_of_updates_where_they_differ(tmp_path: Path, blank: None) -> None:
     cells: list[Cell] = [(name, "sparse", {}, [0.5 + 0.01 * i, 0.52]) for i, name in enumerate(("a", "b", "c", HOSTILE))]
     folder = make_study(tmp_path / "s", {"rules": cells, "others": cells[:2]})
@@ -684,7 +820,7 @@ def test_hostile_labels_are_drawn(tmp_path: Path) -> None:
     labels = [HOSTILE, "_hidden", "$\\frac", "x" * 90]
     cells: list[Cell] = [(label, label, {}, [0.5 + i / 100, 0.6]) for i, label in enumerate(labels)]
     assert len(write_figures(gather([make_study(tmp_path / "s", {HOSTILE: cells})]), tmp_path / "f")) == 5
-    assert clean("_hidden") == " _hidden" and clean("中") == "□" and len(clean("x" * 90)) <= 34
+    assert clean("_hidden") == " _hidden" and clean("中") == "□" and len(clean("x" * 90)) <= LONGEST
 
 
 # --- the paper

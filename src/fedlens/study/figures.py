@@ -17,18 +17,20 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LIGHT = ("#E69F00", "#56B4E9", "#F0E442", "#CC79A7")  # those of them that want black letters
 MARKERS = "osD^vPX*"  # lines that cross are told apart in print too
 SHOWN_CLIENTS = 100  # a heat map of more rows than pixels shows nothing
+TICK = 0.28  # inches of a panel that a number below it takes
 NAMED_SHARE = 0.07  # of a bar: smaller segments have no room for their number
 
 
-def partition_figure(counts: Mapping[str, NDArray[np.int64]]) -> Figure:
-    """One heat map a scheme: clients down, classes across, samples as shade."""
-    figure = Figure(figsize=(3.1 * len(counts) + 0.6, 3.6), layout="constrained")
+def partition_figure(counts: Mapping[str, NDArray[np.int64]], size: tuple[float, float] | None = None) -> Figure:
+    """One heat map a scheme: clients down, classes across, samples as shade. `size`: inches."""
+    width, height = size or (3.1 * len(counts) + 0.6, 3.6)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = np.atleast_1d(figure.subplots(1, len(counts)))
     for ax, (title, table) in zip(axes, counts.items(), strict=True):
         image = ax.imshow(table[:SHOWN_CLIENTS], aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
         ax.set(title=title, xlabel="class", ylabel="client" if ax is axes[0] else "")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=min(10, int(width / len(counts) / TICK)), integer=True))
         figure.colorbar(image, ax=ax, shrink=0.8, label="samples" if ax is axes[-1] else "")
     return figure
 

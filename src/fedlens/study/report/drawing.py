@@ -3,6 +3,7 @@
 Colours are Okabe and Ito's; lines differ in marker and dash too, so that grey print can be read.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,9 @@ COLORS = PALETTE[:7]  # without the yellow, which white paper swallows
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 BANDED = 6  # lines in one panel up to which each has its band
 ABREAST = 4  # panels
-LONGEST = 34  # letters of a label
+LONGEST = 36  # letters of a label
+LETTER = 0.058  # inches that a letter takes, about
+PERCENT = 100  # the scale of an accuracy
 FONT = "DejaVu Sans"  # comes with matplotlib, and has Greek
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -47,7 +50,7 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[Summary]
-    scale: float = 100
+    scale: float = PERCENT
     ring: float | None = None  # the x of a point to put a ring round
     look: tuple[int, int] | None = None  # numbers of its colour and its dash
 
@@ -72,10 +75,13 @@ def clean(text: str) -> str:
     return f" {drawn}" if drawn.startswith("_") else drawn
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, share: bool = False) -> tuple[Figure, list[Axes]]:
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, share: bool = False, widths: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False, sharey=share, sharex=share).ravel().tolist()
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=share, sharex=share, width_ratios=widths)
+    axes: list[Axes] = grid.ravel().tolist()
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(width=0.6, length=2.5)
@@ -87,38 +93,48 @@ def line_figure(
 ) -> Figure:
     """Panels with one legend below, side by side where they share their axes, else one above the other; `levels` are grey horizontal lines."""
     labels = list(dict.fromkeys([*(line.label for panel in panels for line in panel.lines), *(levels or {})]))
-    columns = min(len(panels), ABREAST) if share else 1
-    rows, width = -(-len(panels) // columns), PAGE if columns > 1 else COLUMN
-    height = 1.85 if share or rows == 1 else 1.15
+    rows = -(-len(panels) // ABREAST) if share else len(panels)
+    columns = -(-len(panels) // rows)  # five panels are three and two
+    width, height = PAGE if columns > 1 else COLUMN, 1.85 if share or rows == 1 else 1.15
     abreast = names_abreast(width, labels)
     figure, axes = new_figure(width, height * rows + 0.15 * -(-len(labels) // abreast), rows, columns, share)
     banded, named = max(len(panel.lines) for panel in panels) <= BANDED, dict[str, Any]()
-    for ax, panel in zip(axes, panels, strict=False):
+    for place, (ax, panel) in enumerate(zip(axes, panels, strict=False)):
         for i, line in enumerate(panel.lines):
             named.setdefault(line.label, _line(ax, line, i, banded))
         for i, (label, level) in enumerate((levels or {}).items()):
             named[label] = ax.axhline(level, color="#666666", linestyle=("--", ":", "-.")[i % 3], linewidth=0.9)
-        ax.set(
-            xlabel=x if share or ax is axes[len(panels) - 1] else "",
-            ylabel=panel.y if not share or ax is axes[0] else "",
-            title=clean(panel.title),
-        )
+        lowest = place + columns >= len(panels)  # of its column
+        ax.set(xlabel=x if lowest else "", ylabel=panel.y if not place % columns else "", title=clean(panel.title))
+        ax.tick_params(labelbottom=lowest or not share)
         ax.grid(alpha=0.25, linewidth=0.5)
         if log:
-            log_axis(ax, [value for line in panel.lines for value in line.x])
+            log_axis(ax, [value for each in (panels if share else [panel]) for line in each.lines for value in line.x])
         elif x == "round":
             ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
     for group in [list(zip(axes, panels, strict=False))] if share else [[pair] for pair in zip(axes, panels, strict=False)]:
         _limit([ax for ax, _ in group], [line for _, panel in group for line in panel.lines], list((levels or {}).values()))
-    legend_below(figure, named, abreast)
+    legend_below(figure, {label: named[label] for label in _ordered(panels, labels)}, abreast)
     return figure
 
 
+def _ordered(panels: Sequence[Panel], labels: Sequence[str]) -> list[str]:
+    """By their looks where they have any: a first panel that lacks a line must not put it at the legend's end."""
+    looks = {line.label: line.look for panel in panels for line in panel.lines if line.look}
+    return sorted(labels, key=lambda label: looks.get(label) or (len(labels), 0))
+
+
 def names_abreast(width: float, labels: Sequence[str]) -> int:
-    """How many entries of a legend fit beside each other."""
-    return max(1, min(len(labels), int(width / (0.45 + 0.058 * max(len(clean(label)) for label in labels)))))
+    """How many entries of a legend stand beside each other: as many as fit, and as many in each row."""
+    fit = max(1, min(len(labels), int(width / (0.45 + text_width(labels)))))
+    return -(-len(labels) // -(-len(labels) // fit))
+
+
+def text_width(labels: Sequence[str]) -> float:
+    """Inches that the longest of them takes, about."""
+    return LETTER * max(len(clean(label)) for label in labels)
 
 
 def legend_below(figure: Figure, named: Mapping[str, Any], abreast: int) -> None:
@@ -148,7 +164,7 @@ def _line(ax: Axes, line: Line, number: int, banded: bool) -> Any:
         markevery=every,
     )
     if banded and all(s.low is not None for s in line.y):
-        low, high = ([line.scale * (getattr(s, side)) for s in line.y] for side in ("low", "high"))
+        low, high = zip(*_intervals(line), strict=True)
         ax.fill_between(line.x, low, high, color=color, alpha=0.13, linewidth=0)
     ringed = [(at, value) for at, value in zip(line.x, y, strict=True) if at == line.ring]
     ax.scatter(
@@ -157,26 +173,53 @@ def _line(ax: Axes, line: Line, number: int, banded: bool) -> Any:
     return drawn[0]
 
 
+def _intervals(line: Line) -> list[tuple[float, float]]:
+    """Those of its points that have one; of percent what lies within 0 to 100."""
+    least, most = (0.0, 100.0) if line.scale == PERCENT else (-math.inf, math.inf)
+    return [(max(least, line.scale * s.low), min(most, line.scale * s.high)) for s in line.y if s.low is not None and s.high is not None]
+
+
 def _limit(axes: Sequence[Axes], lines: Sequence[Line], levels: Sequence[float]) -> None:
-    """The frame holds all means with room for a third of their range on both sides: the interval of two runs would make lines of them."""
+    """The frame holds all means with room for a third of their range on both sides: the interval of two runs would make lines of them.
+    Of percent it ends a marker's width beyond 0 and 100."""
     means = [line.scale * s.mean for line in lines for s in line.y] + list(levels)
-    ends = [line.scale * end for line in lines for s in line.y for end in (s.low, s.high) if end is not None]
+    ends = [end for line in lines for pair in _intervals(line) for end in pair]
     if not means:
         return
     lowest, highest = min(means), max(means)
     room = (highest - lowest) / 3 or 0.05 * abs(highest) or 1.0
     bottom = max(lowest - room, min([*ends, lowest - 0.15 * room]))
     top = min(highest + room, max([*ends, highest + 0.15 * room]))
+    if all(line.scale == PERCENT for line in lines):
+        marker = 0.04 * (top - bottom)
+        bottom, top = max(bottom, -marker), min(top, 100 + marker)
     for ax in axes:
         ax.set_ylim(bottom, top)
 
 
 def log_axis(ax: Axes, values: Sequence[float]) -> None:
     ax.set_xscale("log")
-    narrow = not values or max(values) / min(values) < 300
-    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
+    ax.xaxis.set_major_locator(LogLocator(subs=_named(values, _inches(ax))))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _inches(ax: Axes) -> float:
+    """How wide the axes are, about: a column of the figure less the numbers at its left."""
+    figure, place = ax.get_figure(root=True), ax.get_subplotspec()
+    assert figure is not None and place is not None
+    return float(figure.get_figwidth()) / place.get_gridspec().ncols - 0.45
+
+
+def _named(values: Sequence[float], inches: float) -> tuple[float, ...]:
+    """Which parts of a power of ten have their number on a logarithmic axis: as many as there is room for."""
+    least, most = (min(values), max(values)) if values else (1.0, 1.0)
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    for subs in ((1.0, 2.0, 5.0), (1.0, 3.0)):
+        ticks = [at for power in powers for sub in subs if least <= (at := sub * 10.0**power) <= most]
+        if most / least < 300 and sum(LETTER * len(f"{at:g}") + 0.1 for at in ticks) <= inches:
+            return subs
+    return (1.0,)
 
 
 def heat(

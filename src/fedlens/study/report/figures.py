@@ -18,6 +18,7 @@ from fedlens.study.report.drawing import (
     BANDED,
     COLORS,
     COLUMN,
+    DASHES,
     PAGE,
     STYLE,
     Line,
@@ -29,6 +30,7 @@ from fedlens.study.report.drawing import (
     log_axis,
     names_abreast,
     new_figure,
+    text_width,
 )
 from fedlens.study.report.markdown import (
     GEOMETRY,
@@ -38,6 +40,7 @@ from fedlens.study.report.markdown import (
     Shares,
     counts,
     forget_text,
+    grid_text,
     interference_texts,
     layout,
     mask_shares,
@@ -124,18 +127,16 @@ def _of_table(table: TableResult) -> Iterator[Drawn]:
     said = f"mean over seeds ({counts(federated)}), {_bands(max(len(of) for _, of in panels))}"
     said += "; horizontal: what is not federated, at its end" if levels else ""
     accuracy = "validation accuracy (%)"
-    by_round = [Panel([_by_round(c, "val_accuracy", _value_of(c, grid)) for c in of], accuracy, title) for title, of in panels if of]
-    yield "rounds", f"{name}: validation accuracy by round; {said}.", line_figure(by_round, "round", levels, share=True)
-    by_bytes = [Panel([_by_bytes(c, _value_of(c, grid)) for c in of], accuracy, title) for title, of in panels if of]
-    caption = f"{name}: validation accuracy against the MB that all clients sent (logarithmic); {said}."
-    yield "bytes", caption, line_figure(by_bytes, "MB up", levels, share=True, log=True)
+    by_round = [Panel([_by_round(c, grid) for c in of], accuracy, title) for title, of in panels if of]
+    if _has_lines(by_round):
+        yield "rounds", f"{name}: validation accuracy by round; {said}.", line_figure(by_round, "round", levels, share=True)
+    by_bytes = [Panel([_by_bytes(c, grid) for c in of], accuracy, title) for title, of in panels if of]
+    if _has_lines(by_bytes):
+        caption = f"{name}: validation accuracy against the MB that all clients sent (logarithmic); {said}."
+        yield "bytes", caption, line_figure(by_bytes, "MB up", levels, share=True, log=True)
     drifting = [cell for cell in federated if all(cell.mean_curve("round", key) for key in GEOMETRY)]
-    if drifting:
-        looks = [(grid.cases.index(c.case), _position(grid, c)) if grid else None for c in drifting]
-        geometry = [
-            Panel([_by_round(c, key, shown(c.label), 1, look) for c, look in zip(drifting, looks, strict=True)], y)
-            for key, y in GEOMETRY.items()
-        ]
+    geometry = [Panel([_drift(c, key, grid) for c in drifting], y) for key, y in GEOMETRY.items()]
+    if _has_lines(geometry):
         caption = f"{name}: geometry of the clients' updates by round; mean over seeds ({counts(drifting)}), {_bands(len(drifting))}."
         yield "drift", caption, line_figure(geometry, "round")
     if (by_length := length_figure(table)) is not None:
@@ -150,25 +151,50 @@ def _bands(lines: int) -> str:
     return "without intervals, as the lines are many" if lines > BANDED else "bands: 95 % t interval, cut where it leaves the frame"
 
 
+def _has_lines(panels: Sequence[Panel]) -> bool:
+    """Not only dots: runs that were evaluated once are told by the table."""
+    return any(len(line.x) > 1 for panel in panels for line in panel.lines)
+
+
 def _position(grid: Layout, cell: CellResult) -> int:
     return [str(value) for value in grid.values].index(str(cell.values[grid.key]))
 
 
-def _value_of(cell: CellResult, grid: Layout | None) -> str:
-    """What a line is called: in a panel of its case by its value alone."""
-    return f"{grid.key.rsplit('.', 1)[-1]} {cell.values[grid.key]}" if grid else shown(cell.label)
+def _value_line(cell: CellResult, grid: Layout | None, points: Sequence[tuple[float, Summary]]) -> Line:
+    """In a panel of its case a line is called by its value alone, and looks the same in all of them, whatever a panel lacks."""
+    if grid is None:
+        return Line(shown(cell.label), *_apart(points))
+    place = _position(grid, cell)
+    return Line(f"{grid.key.rsplit('.', 1)[-1]} {grid_text(grid.values[place])}", *_apart(points), look=(place, place))
 
 
-def _by_round(cell: CellResult, key: str, label: str, scale: float = 100, look: tuple[int, int] | None = None) -> Line:
-    points = cell.mean_curve("round", key)
-    return Line(label, [x for x, _ in points], [y for _, y in points], scale, look=look)
+def _apart(points: Sequence[tuple[float, Summary]]) -> tuple[list[float], list[Summary]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
-def _by_bytes(cell: CellResult, label: str) -> Line:
+def _by_round(cell: CellResult, grid: Layout | None) -> Line:
+    return _value_line(cell, grid, cell.mean_curve("round", "val_accuracy"))
+
+
+def _by_bytes(cell: CellResult, grid: Layout | None) -> Line:
     """At each round the mean of what was sent: seeds may send a little more or less."""
     sent = {at: s.mean * MB for at, s in cell.mean_curve("round", "bytes_up")}
-    points = [(sent[at], y) for at, y in cell.mean_curve("round", "val_accuracy") if sent.get(at, 0) > 0]
-    return Line(label, [x for x, _ in points], [y for _, y in points])
+    return _value_line(cell, grid, [(sent[at], y) for at, y in cell.mean_curve("round", "val_accuracy") if sent.get(at, 0) > 0])
+
+
+def _drift(cell: CellResult, key: str, grid: Layout | None) -> Line:
+    return Line(shown(cell.label), *_apart(cell.mean_curve("round", key)), scale=1, look=_look(cell, grid) if grid else None)
+
+
+def _look(cell: CellResult, grid: Layout) -> tuple[int, int]:
+    """A colour a case and a dash a value, or the other way round where dashes are too few for that: no two cells look the same."""
+    case, place = grid.cases.index(cell.case), _position(grid, cell)
+    if len(grid.values) <= len(DASHES) and len(grid.cases) <= len(COLORS):
+        return case, place
+    if len(grid.cases) <= len(DASHES) and len(grid.values) <= len(COLORS):
+        return place, case
+    number = case * len(grid.values) + place
+    return number, number
 
 
 def dots_figure(cells: Sequence[CellResult]) -> Figure:
@@ -226,7 +252,7 @@ def _map(grid: Layout) -> Figure:
         [[None if s is None else 100 * s.mean for s in row] for row in found],
         texts,
         list(map(shown, grid.cases)),
-        list(map(str, grid.values)),
+        list(map(grid_text, grid.values)),
     )
     axes[0].set(xlabel=clean(grid.key.rsplit(".", 1)[-1]))
     return figure
@@ -241,8 +267,8 @@ def _half(summary: Summary) -> str:
 
 def _of_study(study: StudyResult) -> Iterator[Drawn]:
     if schemes := _partitions(study.runs):
-        figure = partition_figure({clean(name): table for name, table in schemes.items()})
-        figure.set_size_inches(PAGE if len(schemes) > 1 else COLUMN, 2.1)
+        size = (PAGE if len(schemes) > 1 else COLUMN, 2.1)
+        figure = partition_figure({clean(name): table for name, table in schemes.items()}, size)
         cut = f", the first {SHOWN_CLIENTS} of them" if any(len(table) > SHOWN_CLIENTS for table in schemes.values()) else ""
         yield (
             "partition",
@@ -306,20 +332,32 @@ def _near(a: Shares, b: Shares, points: float) -> bool:
 
 
 def _mask_figure(masks: Sequence[tuple[CellResult, Shares, Shares]]) -> Figure:
-    figure, axes = new_figure(COLUMN, 1.9 + 0.36 * len(masks), rows=2)
-    sides = [
-        (axes[0], [by for _, by, _ in masks], "share that moves, by layer (%)"),
-        (axes[1], [by for *_, by in masks], "what moves, by kind (%)"),
-    ]
-    for ax, rows, title in sides:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        values = [[row.get(name) for name in names] for row in rows]
+    """One map above the other in a column; where its numbers would touch, side by side on the page."""
+    labels = [shown(cell.label) for cell, _, _ in masks]
+    sides = {"share that moves, by layer (%)": [by for _, by, _ in masks], "what moves, by kind (%)": [by for *_, by in masks]}
+    names = [list(dict.fromkeys(name for row in rows for name in row)) for rows in sides.values()]
+    wants = [max(_heat_width(rows), text_width([title])) for title, rows in sides.items()]
+    wide = text_width(labels) + max(wants) > COLUMN
+    beside = wide and text_width(labels) + sum(wants) <= PAGE
+    if beside:
+        figure, axes = new_figure(PAGE, 1.2 + 0.19 * len(masks), columns=2, widths=[len(columns) for columns in names])
+    else:
+        figure, axes = new_figure(PAGE if wide else COLUMN, 1.9 + 0.36 * len(masks), rows=2)
+    for ax, (title, rows), columns in zip(axes, sides.items(), names, strict=True):
+        values = [[row.get(name) for name in columns] for row in rows]
         texts = [["" if value is None else f"{value:.0f}" for value in row] for row in values]
-        heat(ax, values, texts, [shown(cell.label) for cell, _, _ in masks], names, most=100, size=6)
+        heat(ax, values, texts, labels, columns, most=100, size=6)
         ax.set_title(title)
+        ax.tick_params(labelleft=not beside or ax is axes[0])
         for tick in ax.get_xticklabels():
             tick.set(rotation=45, ha="right", rotation_mode="anchor")
     return figure
+
+
+def _heat_width(rows: Sequence[Shares]) -> float:
+    """Inches from which numbers of the maps' size stand apart."""
+    digits = max((len(f"{value:.0f}") for row in rows for value in row.values()), default=0)
+    return (0.02 + 0.053 * digits) * len({name for row in rows for name in row})
 
 
 def along_figure(study: StudyResult, kind: str = "sweep") -> Figure | None:
@@ -408,7 +446,8 @@ def forgotten_figure(study: StudyResult) -> Figure | None:
             paths.setdefault(analysis.labels[0], []).append((lost, [100 * point["val_target"] for point in points], chosen))
     if len(paths) < 2:
         return None
-    figure, axes = new_figure(COLUMN, 2.2)
+    abreast = names_abreast(COLUMN, [shown(label) for label in paths])
+    figure, axes = new_figure(COLUMN, 2.2 + 0.15 * (-(-len(paths) // abreast) - 1))
     ax, named = axes[0], dict[str, Any]()
     for number, (label, found) in enumerate(paths.items()):
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
@@ -417,5 +456,5 @@ def forgotten_figure(study: StudyResult) -> Figure | None:
             named.setdefault(shown(label), line)
     ax.set(xlabel="all other classes: points lost", ylabel="its classes (%)", ylim=(-2, 102))
     ax.grid(alpha=0.25, linewidth=0.5)
-    legend_below(figure, named, len(named))
+    legend_below(figure, named, abreast)
     return figure
