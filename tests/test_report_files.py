@@ -190,7 +190,7 @@ def test_what_the_first_evaluation_has_already_reached_is_a_bound_and_no_mean(tm
     for file in folder.rglob("metrics.jsonl"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"round": 25, "bytes_up": 25 * 10**6}) + "\n")
     found = gather([folder])
-    said = "Validation looked once, after round 25 (≤: a seed had reached the target at the first look)."
+    said = "Validation looked once, after 25 rounds (≤: a seed had reached the target at the first look)."
     text, page = markdown_report(found), html_report(found)
     assert "| ≤ 25 (n = 3) | ≤ 25 (n = 3) | 3 of 3 reached it |" in text and "| — | — | 0 of 2 reached it |" in text
     assert said in text and said in page and page.count("≤ 25<small>n = 3</small>") == 2 and "25.0 ±" not in text + page

@@ -30,7 +30,7 @@ def partition_figure(counts: Mapping[str, NDArray[np.int64]], size: tuple[float,
     for ax, (title, table) in zip(axes, counts.items(), strict=True):
         image = ax.imshow(table[:SHOWN_CLIENTS], aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
         ax.set(title=title, xlabel="class", ylabel="client" if ax is axes[0] else "")
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=min(10, int(width / len(counts) / TICK)), integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=min(10, int(width / len(counts) / TICK)), steps=[1, 2, 5, 10], integer=True))
         figure.colorbar(image, ax=ax, shrink=0.8, label="samples" if ax is axes[-1] else "")
     return figure
 

@@ -97,7 +97,8 @@ def looked(table: TableResult) -> str:
     if not table.looks:
         return ""
     if max(map(len, table.looks)) == 1:
-        said = f"once, after round {_span(at for (at,) in table.looks)}"
+        at = _span(at for (at,) in table.looks)
+        said = f"once, after {at} round{'s' * (at != '1')}"
     else:
         every = _span(max(b - a for a, b in pairwise([0.0, *looks])) for looks in table.looks)
         said = "every round" if every == "1" else f"every {every} rounds"
