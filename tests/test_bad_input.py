@@ -60,6 +60,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "run.keep_last=0"], "run.keep_last"),
     ([*RUN, "run.dir=occupied"], "not an empty folder"),
     ([*RUN, "run.dir=occupied/file.txt"], "run.dir"),
+    ([*RUN, "run.dir=/proc/x"], "run.dir: /proc/x cannot be written"),
     ([*RUN, "+new.key=1"], "neither added nor deleted"),
     ([*RUN, "~seed"], "neither added nor deleted"),
     ([*RUN, "seed"], "not key=value"),

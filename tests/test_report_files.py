@@ -54,6 +54,7 @@ def make_run(folder: Path, seed: int, accuracy: float, *, federated: bool = True
         summary |= {"rounds": rounds, "bytes_up": rounds * 10**6, "bytes_down": rounds * 10**6}
         lines = [
             {
+                "step": t,
                 "round": t,
                 "val_accuracy": accuracy - 0.01 - 0.1 * (rounds - t),
                 "bytes_up": t * 10**6,

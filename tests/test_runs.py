@@ -22,7 +22,7 @@ from fedlens.cli import main
 from fedlens.errors import UserError
 from fedlens.runs import store
 from fedlens.runs.environment import commit, commit_of
-from fedlens.runs.store import RunFolder, read_metrics
+from fedlens.runs.store import RunFolder, is_finished, read_metrics, read_model, read_summary
 
 
 def folder(path: Path, **kw: int) -> RunFolder:
@@ -95,6 +95,58 @@ def test_metrics_after_the_checkpoint_are_dropped_with_a_torn_last_line(tmp_path
         assert [m["step"] for m in read_metrics(run.path)] == [1, 2, 3]
         run.rewind_metrics(2)
         assert [m["step"] for m in read_metrics(run.path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "5", '{"step": "one"}', "\x00\x00", ""])
+def test_a_damaged_line_of_metrics_is_named_and_what_follows_it_is_not_lost(tmp_path: Path, line: str) -> None:
+    with folder(tmp_path / "r") as run:
+        file = run.path / "metrics.jsonl"
+        file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+        before = file.read_bytes()
+        for reading in (lambda: read_metrics(run.path), lambda: run.rewind_metrics(3)):
+            with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* given, allowed is a record with its step") as error:
+                reading()
+            assert "\n" not in str(error.value)
+        assert file.read_bytes() == before
+        file.write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(UserError, match="line 2"):  # it has an end, so no kill has torn it
+            read_metrics(run.path)
+
+
+def test_a_damaged_or_missing_file_of_a_finished_run_is_one_line_that_says_so(tmp_path: Path) -> None:
+    with folder(tmp_path / "r") as run:
+        with pytest.raises(UserError, match="is not finished; go on with it"):
+            read_summary(run.path)
+        run.finish({"val_accuracy": 0.5}, {"a": torch.zeros(100)})
+        assert read_summary(run.path) == {"val_accuracy": 0.5} and is_finished(run.path)
+        model = run.path / "model.safetensors"
+        for whole in (model.read_bytes()[:200], b""):
+            model.write_bytes(whole)
+            with pytest.raises(UserError, match=r"model\.safetensors is damaged \(") as error:
+                read_model(run.path)
+            assert "\n" not in str(error.value)
+        model.unlink()
+        with pytest.raises(UserError, match="is finished, but its weights were not kept"):
+            read_model(run.path)
+        for damaged in ("", "{", "[]", "{}"):
+            (run.path / "summary.json").write_text(damaged)
+            assert not is_finished(run.path)
+            with pytest.raises(UserError, match=r"summary\.json is damaged.*; remove it and go on: fedlens resume"):
+                read_summary(run.path)
+
+
+def test_arithmetic_on_what_was_kept_or_is_damaged_is_one_line(
+    fast_run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fast_run("r", "train.epochs=0")
+    (run.path / "model.safetensors").write_bytes((run.path / "model.safetensors").read_bytes()[:1000])
+    for words in (["sweep", str(run.path)], ["negate", str(run.path), "--out", str(tmp_path / "n.st")]):
+        assert main(["arith", *words]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and "model.safetensors is damaged" in said[0]
+    (run.path / "model.safetensors").unlink()
+    assert main(["arith", "sweep", str(run.path)]) == 2
+    assert "its weights were not kept" in capsys.readouterr().err
 
 
 def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:

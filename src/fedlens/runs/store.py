@@ -29,7 +29,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
 from fedlens.lens.masks import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
@@ -37,8 +37,19 @@ from fedlens.lens.task_vectors import TaskVector
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
 SECRET_FILE = "secret"
+SUMMARY_FILE, METRICS_FILE = "summary.json", "metrics.jsonl"
 COPIED = 2**30  # bytes of a checkpoint: a larger one is written while training waits, not held in memory twice
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
+MENDED_BY_USER = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EFBIG,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.ENOENT,  # a place such as /proc, where nothing can be made, or a folder that was removed
+)
 
 
 @contextmanager
@@ -47,7 +58,7 @@ def disk_errors(what: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EPERM, errno.ENOTDIR):
+        if error.errno in MENDED_BY_USER:
             reason = (error.strerror or "cannot be written").lower()
             raise UserError(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
         raise
@@ -152,10 +163,10 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "summary.json").is_file()
+        return (self.path / SUMMARY_FILE).is_file()
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        with disk_errors(self.path / "metrics.jsonl"), (self.path / "metrics.jsonl").open("a") as file:
+        with disk_errors(self.path / METRICS_FILE), (self.path / METRICS_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -163,7 +174,7 @@ class RunFolder:
     def rewind_metrics(self, step: int) -> None:
         """Drop what was written after the checkpoint that the run goes on from, a torn last line included."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomic(self.path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     def keep_start(self, model: Mapping[str, Tensor], mask: Mask | None) -> None:
         """θ₀, which task vectors start from, and the mask: written before the first step."""
@@ -191,7 +202,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
         self.settle()
         self._save_tensors(MODEL_FILE, model)
-        write_json(self.path / "summary.json", summary)
+        write_json(self.path / SUMMARY_FILE, summary)
 
     def _save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         part = self.path / f"{name}.part"
@@ -315,19 +326,68 @@ def _fsync(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl as dicts; a torn last line, left by a kill, is not a line."""
-    lines: list[dict[str, Any]] = []
-    file = path / "metrics.jsonl"
-    for text in file.read_text().splitlines() if file.exists() else []:
+    """metrics.jsonl as dicts. A last line without an end was torn by a kill and is not a line; any other that is no record is damage, which is said:
+    what follows it must not be lost."""
+    file, records = path / METRICS_FILE, list[dict[str, Any]]()
+    lines = _bytes(file).split(b"\n") if file.exists() else []
+    for number, text in enumerate(lines, 1):
         try:
-            lines.append(json.loads(text))
+            record = json.loads(text)
         except ValueError:
-            break
-    return lines
+            if number == len(lines):
+                break
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(
+                f"run: {file}, line {number}: {_shortened(text)} given, allowed is a record with its step; mend or remove that line"
+            )
+        records.append(record)
+    return records
+
+
+def _shortened(text: bytes, most: int = 40) -> str:
+    shown = text[:most].decode(errors="replace")
+    return repr(shown + ("…" if len(text) > most else ""))
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"run: {file} cannot be read ({first_line(error)})") from None
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a finished run came to; a file that is not whole is an error that says how to go on."""
+    file = path / SUMMARY_FILE
+    if not file.is_file():
+        raise UserError(f"run: {path} is not finished; go on with it: fedlens resume {path}")
+    try:
+        found = json.loads(_bytes(file))
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and "val_accuracy" in found:
+        return found
+    raise UserError(f"run: {file} is damaged, allowed is what a finished run writes; remove it and go on: fedlens resume {path}")
+
+
+def is_finished(path: Path) -> bool:
+    """Whether there is a summary, and it is whole."""
+    try:
+        return bool(read_summary(path))
+    except UserError:
+        return False
 
 
 def read_model(path: Path, name: str = MODEL_FILE) -> dict[str, Tensor]:
     file = path / name
+    if not file.is_file() and (path / SUMMARY_FILE).is_file():
+        raise UserError(
+            f"run: {path} is finished, but its weights were not kept (no {name}); use the folder that it was run in, or run it again"
+        )
     if not file.is_file():
         raise UserError(f"run: {path} is not finished, so it has no final model yet; go on with it: fedlens resume {path}")
-    return load_file(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"run: {file} is damaged ({first_line(error)}); bring it back, or run it again") from None
