@@ -115,8 +115,8 @@ def test_every_ready_made_space_is_sound_on_both_data_sets(name: str) -> None:
 
 
 def test_values_are_spelled_as_on_the_command_line() -> None:
-    params = {"a": None, "b": True, "c": 1e-05, "d": "least_sensitive", "e": "hf:x y"}
-    assert as_overrides(params) == ["a=null", "b=true", "c=1e-05", "d=least_sensitive", "e='hf:x y'"]
+    params = {"a": None, "b": True, "c": 1e-05, "d": "least_sensitive", "e": "hf:x y", "f": [None, 2, "mlp in", "a:b"]}
+    assert as_overrides(params) == ["a=null", "b=true", "c=1e-05", "d=least_sensitive", "e='hf:x y'", "f=[null,2,mlp in,'a:b']"]
 
 
 @pytest.mark.parametrize(

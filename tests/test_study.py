@@ -157,6 +157,19 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
         ("tables: [{name: a, against: first}]", "against of table a: 'first' given, allowed is case"),
         ("- 1", "has no tables"),
+        ("tables: [{name: a, grid: {optim.lr: []}}]", "grid of a: optim.lr: [] given, allowed is a list of one or more values"),
+        ("tables: [{name: a, grid: {optim.lr: [{low: 1}]}}]", "grid of a: optim.lr: [{'low': 1}] given"),
+        ("tables: [{name: a, grid: {5: [1]}}]", "'5=1'"),
+        ("where: [train.epochs=1]\ntables: [{name: a}]", "where is list, allowed is a mapping"),
+        ("where: {x: [], y: []}\ntables: [{name: a, cases: {b: {y: []}}}]", "has no case on x"),
+        ("tables: [{name: a, target: eighty}]", "target of table a: 'eighty' given, allowed is a validation accuracy, 0 < target <= 1"),
+        ("tables: [{name: a, target: 80}]", "target of table a: 80 given"),
+        ("tables: [{name: a, target: true}]", "target of table a: True given"),
+        ("tables: [{name: a, special: 5}]", "special of a is int, allowed is a list"),
+        ("tables: [{name: a, tune: {by: .inf}}]", "tune of a: by: inf given"),
+        ("include: quick", "include: 'quick' given, allowed is a list of plans"),
+        ("include: []", "include: [] given"),
+        ("include: [1]", "include: [1] given"),
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: str) -> None:
@@ -168,6 +181,40 @@ def test_a_plan_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: s
     for bad in ("no-such-plan", str(tmp_path / "none.yaml")):
         with pytest.raises(UserError):
             read_plan(bad)
+
+
+def test_a_plan_that_includes_itself_is_one_line(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.yaml", tmp_path / "other.yaml"
+    for text in (f"include: [{one}]", f"include: [{other}]"):
+        one.write_text(text)
+        other.write_text(f"include: [{one}]")
+        with pytest.raises(UserError, match=r"^study: include: '.*one.yaml' given in a plan that it includes itself") as error:
+            read_plan(str(one))
+        assert "\n" not in str(error.value)
+
+
+def test_nothing_and_lists_are_values_of_a_grid(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "set: [experiment=fedavg_iid_sparse]\ntables:\n"
+        "  - {name: clip, grid: {optim.clip_norm: [null, 1.0], optim.nesterov: [true]}}\n"
+        "  - {name: kinds, grid: {mask.without: [[query], [key, patch embedding]]}, special: [{mask.without: [query], set: [optim.lr=0.5]}]}\n"
+        "  - {name: within, grid: {mask.within: [[patch embedding, norm]]}}\n"
+        "  - {name: texts, grid: {mask.without: ['[query]', '[key,value]']}}\n"
+    )
+    runs = read_plan(str(tmp_path / "p.yaml"), seeds=1).runs
+    assert [p.cell.label for p in runs[:4]] == [
+        "clip_norm null, nesterov True",
+        "clip_norm 1.0, nesterov True",
+        "without [query]",
+        "without [key,patch embedding]",
+    ]
+    assert [p.config.optim.clip_norm for p in runs[:2]] == [None, 1.0]
+    assert [(p.config.mask.without, p.config.optim.lr == 0.5) for p in runs[2:4]] == [
+        (["query"], True),
+        (["key", "patch embedding"], False),
+    ]
+    assert "patch embedding" not in runs[4].config.mask.without and "query" in runs[4].config.mask.without
+    assert [p.config.mask.without for p in runs[5:]] == [["query"], ["key", "value"]]
 
 
 def tables(folder: Path) -> tuple[str, str]:
@@ -310,6 +357,12 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),
+        ("{kind: sweep, of: whole, grid: nonsense}", "analyses: sweep: grid: 'nonsense' given, allowed is start:stop:count"),
+        ("{kind: interpolate, of: [A, B], grid: 5}", "grid: 5 given"),
+        ("{kind: interference, of: [A, B], grid: [a]}", "grid: ['a'] given"),
+        ("{kind: interference, of: [A, B], samples: 0}", "samples: 0 given"),
+        ("{kind: forget, of: whole, clients: [0], grid: [-1, 1]}", "allowed is numbers >= 0"),
+        ("{kind: forget, of: whole, clients: [0], keep: most}", "keep: 'most' given"),
     ],
 )
 def test_an_analysis_that_cannot_be_is_one_line_before_anything_runs(tmp_path: Path, given: str, said: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from fedlens.engine.work import survives, training_cohort
 from fedlens.errors import UserError, bad_value, unknown
+from fedlens.lens.editing import alphas
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
 from fedlens.study.interference import interference_of_clients, interference_of_runs, mask_overlap
@@ -113,6 +114,7 @@ def wanted(plan: Plan) -> list[Wanted]:
         for option in options:
             if option not in allowed.options:
                 raise unknown(f"analyses: {kind}", option, ["of", "seeds", *allowed.options])
+        _check_numbers(kind, options)
         clients = options.get("clients")
         if (clients is None and kind == "forget") or (clients is not None and (not isinstance(clients, list) or not clients)):
             raise UserError(f"analyses: {kind} has no clients, allowed is a list of clients")
@@ -139,6 +141,23 @@ def wanted(plan: Plan) -> list[Wanted]:
                 _took_part(f"analyses: {kind} of {labels[0]}", cells[0][seed], clients)
             found.append(Wanted(kind, labels, seed, tuple(cell[seed] for cell in cells), options))
     return found
+
+
+def _check_numbers(kind: str, options: Mapping[str, Any]) -> None:
+    """What the functions that measure would refuse, after all runs."""
+    where = f"analyses: {kind}"
+    if "grid" in options:
+        try:
+            lowest = min(alphas(options["grid"]))
+        except (UserError, TypeError):
+            raise bad_value(f"{where}: grid", options["grid"], "start:stop:count, or a list of numbers") from None
+        if kind == "forget" and lowest < 0:
+            raise bad_value(f"{where}: grid", options["grid"], "numbers >= 0: forgetting subtracts")
+    samples, keep = options.get("samples", 1), options.get("keep", 1)
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise bad_value(f"{where}: samples", samples, "a whole number >= 1")
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
+        raise bad_value(f"{where}: keep", keep, "0 to 1")
 
 
 def _took_part(where: str, planned: Planned, clients: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ from fedlens.composing import choices, compose
 from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
+from fedlens.study.search_space import spelled
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
@@ -45,7 +46,11 @@ SPECIAL_KEYS = {"case", "place", "set"}
 
 def labelled(case: str, values: Iterable[tuple[str, Any]]) -> str:
     """IID, local_steps 4"""
-    return ", ".join(filter(None, [case, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values)]))
+    return ", ".join(filter(None, [case, *(f"{key.rsplit('.', 1)[-1]} {_shown(value)}" for key, value in values)]))
+
+
+def _shown(value: Any) -> str:
+    return spelled(value) if value is None or isinstance(value, list | tuple) else str(value)
 
 
 @dataclass(frozen=True)
@@ -139,37 +144,38 @@ def plan_file(name: str) -> Path:
 
 def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, overrides: Sequence[str] = ()) -> Plan:
     """Every run of a plan, each with its whole, checked configuration. Overrides come last and hold for all."""
+    plan = _read(name, place, seeds, overrides, ())
+    if not plan.runs:
+        raise UserError(f"study: {name} has no case on {plan.place}; allowed is a place that its cases name")
+    return plan
+
+
+def _read(name: str, place: str | None, seeds: int | None, overrides: Sequence[str], within: tuple[Path, ...]) -> Plan:
+    """`within`: the plans that include this one."""
     path = plan_file(name)
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"study: {path} cannot be read ({first_line(error)})") from None
-    except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"study: {path} is not YAML ({first_line(error)})") from None
-    if isinstance(content, dict) and content.get("include"):
+    if path.resolve() in within:
+        raise UserError(f"study: include: {name!r} given in a plan that it includes itself, allowed are other plans")
+    content = _content(path)
+    if isinstance(content, dict) and content.get("include") is not None:
         _known(content, {"question", "include"}, f"study {path.stem}, which includes others,")
-        parts = [read_plan(other, place=place, seeds=seeds, overrides=overrides) for other in content["include"]]
-        runs = [planned for part in parts for planned in part.runs]
-        tables = [table for part in parts for table in part.tables]
-        _distinct([table.name for table in tables])
-        analyses = [analysis for part in parts for analysis in part.analyses]
-        tunes = [tune for part in parts for tune in part.tunes]
-        return Plan(path.stem, str(content.get("question", "")), parts[0].place, runs, tables, analyses, tunes)
+        parts = [_read(other, place, seeds, overrides, (*within, path.resolve())) for other in _included(content["include"])]
+        return _together(path.stem, str(content.get("question", "")), parts)
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list) or not content["tables"]:
         raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
     _known(content, PLAN_KEYS, f"study {path.stem}")
     places: Mapping[str, Any] = content.get("where") or {"here": []}
+    _known(places, places, "where")
     place = place or next(iter(places))
     if place not in places:
         raise unknown("--on", place, places)
     common = [*_texts(places[place], "where"), *_texts(content.get("set"), "set")]
     for table in content["tables"]:
         _known(table, TABLE_KEYS, f"table {table.get('name') if isinstance(table, Mapping) else table}")
-    _distinct([_name(table) for table in content["tables"]])
+    tables = [Table(_name(table), str(table.get("question", "")), _target(table), _by_case(table)) for table in content["tables"]]
+    _distinct([table.name for table in tables])
     cells = [found for table in content["tables"] for found in _cells(table, place, places, common, overrides)]
     runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
     _told_apart(runs)
-    tables = [Table(_name(table), str(table.get("question", "")), table.get("target"), _by_case(table)) for table in content["tables"]]
     filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
     tunes = []
     for table in content["tables"]:
@@ -178,6 +184,38 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
     named = tuple(table.name for table in filled)
     analyses = [Asked(given, named) for given in _analyses(content.get("analyses"), place, places)]
     return Plan(path.stem, str(content.get("question", "")), place, runs, filled, analyses, tunes)
+
+
+def _content(path: Path) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"study: {path} cannot be read ({first_line(error)})") from None
+    except Exception as error:  # yaml's own errors share no public base with the above
+        raise UserError(f"study: {path} is not YAML ({first_line(error)})") from None
+
+
+def _included(given: Any) -> list[str]:
+    if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+        raise bad_value("study: include", given, "a list of plans, such as [quick, mine.yaml]")
+    return given
+
+
+def _together(name: str, question: str, parts: Sequence[Plan]) -> Plan:
+    """One plan of several."""
+    runs = [planned for part in parts for planned in part.runs]
+    tables = [table for part in parts for table in part.tables]
+    _distinct([table.name for table in tables])
+    analyses = [analysis for part in parts for analysis in part.analyses]
+    tunes = [tune for part in parts for tune in part.tunes]
+    return Plan(name, question, parts[0].place, runs, tables, analyses, tunes)
+
+
+def _target(table: Mapping[str, Any]) -> float | None:
+    given = table.get("target")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1):
+        raise bad_value(f"study: target of table {_name(table)}", given, "a validation accuracy, 0 < target <= 1")
+    return given
 
 
 def _by_case(table: Mapping[str, Any]) -> bool:
@@ -254,7 +292,7 @@ def _tunes(
         return []
     if key not in known_keys():
         raise unknown(where, key, known_keys())
-    if not (isinstance(by, int | float) and by > 1):
+    if not (isinstance(by, int | float) and 1 < by < float("inf")):
         raise bad_value(f"{where}: by", by, "a factor > 1")
     if not (isinstance(length, int | float) and 0 < length <= 1):
         raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
@@ -297,9 +335,7 @@ def _followers(given: Any, cells: Sequence[Cell], where: str) -> dict[Cell, list
 def _cells(
     table: Mapping[str, Any], place: str, places: Collection[str], common: Sequence[str], last: Sequence[str]
 ) -> list[tuple[Cell, Config]]:
-    name, grid, cases = _name(table), table.get("grid") or {}, table.get("cases") or {"": []}
-    if not isinstance(grid, Mapping) or not all(isinstance(values, list) for values in grid.values()):
-        raise UserError(f"study: grid of {name} is not a mapping of key to list of values")
+    name, grid, cases = _name(table), _grid(table), table.get("cases") or {"": []}
     if not isinstance(cases, Mapping):
         raise UserError(f"study: cases of {name} is {type(cases).__name__}, allowed is a mapping of name to list of key=value")
     total, evaluations = (_whole(table.get(key), f"{key} of {name}", place, places) for key in ("local_steps_in_all", "evaluations"))
@@ -315,7 +351,7 @@ def _cells(
         for values in product(*grid.values()):
             chosen = tuple(zip(grid, values, strict=True))
             special = _special(table, {"case": str(case), "place": place, **dict(chosen)})
-            overrides = [*common, *_texts(table.get("set"), name), *own, *(f"{key}={value}" for key, value in chosen), *special, *last]
+            overrides = [*common, *_texts(table.get("set"), name), *own, *(_override(*pair) for pair in chosen), *special, *last]
             config = compose(overrides)
             if total is not None and "federated.rounds" not in fixed:
                 config.federated.rounds = max(1, round(total / config.federated.local_steps))
@@ -324,6 +360,23 @@ def _cells(
             found.append((Cell(name, str(case), chosen), config))
     _all_used(table, place, [{"case": cell.case, "place": place, **dict(cell.values)} for cell, _ in found])
     return found
+
+
+def _grid(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """key -> values, lists among them as tuples: a cell is known by its values."""
+    given, where = table.get("grid") or {}, f"study: grid of {_name(table)}"
+    if not isinstance(given, Mapping) or not all(isinstance(values, list) for values in given.values()):
+        raise UserError(f"{where} is not a mapping of key to list of values")
+    for key, values in given.items():
+        plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
+        if not values or not all(each is None or isinstance(each, bool | int | float | str) for each in plain):
+            raise bad_value(f"{where}: {key}", values, "a list of one or more values, or of lists of them")
+    return {str(key): [tuple(value) if isinstance(value, list) else value for value in values] for key, values in given.items()}
+
+
+def _override(key: str, value: Any) -> str:
+    """What YAML has as text is an override's text: timm:NAME, "[query,key]"."""
+    return f"{key}={value if isinstance(value, str) else spelled(value)}"
 
 
 def _whole(given: Any, where: str, place: str, places: Collection[str]) -> int | None:
@@ -337,20 +390,28 @@ def _whole(given: Any, where: str, place: str, places: Collection[str]) -> int |
 
 
 def _all_used(table: Mapping[str, Any], place: str, combinations: Sequence[Mapping[str, Any]]) -> None:
-    for entry in table.get("special") or []:
+    for entry in _specials(table):
         if entry.get("place", place) == place and not any(_fits(entry, facts) for facts in combinations):
             raise UserError(f"study: special of {_name(table)} has an entry that fits no run: {entry}")
 
 
 def _fits(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    return all(str(facts[key]) == str(value) for key, value in entry.items() if key != "set")
+    return all(_shown(facts[key]) == _shown(value) for key, value in entry.items() if key != "set")
+
+
+def _specials(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found, where = table.get("special") or [], f"special of {_name(table)}"
+    if not isinstance(found, list):
+        raise UserError(f"study: {where} is {type(found).__name__}, allowed is a list of mappings")
+    for entry in found:
+        _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), where)
+    return found
 
 
 def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """The overrides of all entries that fit this combination."""
     found: list[str] = []
-    for entry in table.get("special") or []:
-        _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), f"special of {_name(table)}")
+    for entry in _specials(table):
         if _fits(entry, facts):
             found += _texts(entry.get("set"), f"special of {_name(table)}")
     return found

@@ -226,10 +226,18 @@ def _count(field: str, given: Any, least: int) -> int:
 
 def as_overrides(params: Mapping[str, Any]) -> list[str]:
     """As on the command line."""
-    return [f"{key}={_spelled(value)}" for key, value in params.items()]
+    return [f"{key}={spelled(value)}" for key, value in params.items()]
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
+    """A value of YAML as that of an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_element, value))}]"
     return str(value) if re.fullmatch(r"[\w.+/-]+", str(value)) else f"'{value}'"
+
+
+def _element(value: Any) -> str:
+    """In a list a name may have spaces, as kinds of weights do."""
+    return value if isinstance(value, str) and re.fullmatch(r"\w+( \w+)*", value) else spelled(value)
