@@ -21,7 +21,7 @@ from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.composing import choices, compose
+from fedlens.composing import choices, compose, to_yaml
 from fedlens.config import Config
 from fedlens.errors import UserError
 from fedlens.identity import identity
@@ -435,8 +435,10 @@ def test_what_is_kept_makes_the_same_tables_without_weights_and_can_go_on(
     told["tables"][0]["cells"][0]["label"] = "renamed"
     told["tables"].pop()
     (whole / "study.json").write_text(json.dumps(told))
-    assert main(["keep", str(whole), "--out", str(out)]) == 0  # another plan replaces what was kept, and its runs stay
-    assert (out / "s" / "study.json").read_bytes() == (whole / "study.json").read_bytes()
+    assert main(["keep", str(whole), "--out", str(out)]) == 0  # a cell is known by its runs, and a table that a later plan lacks stays
+    first, second = gather([out / "s"]).studies[0].tables
+    assert [cell.label for cell in first.cells] == ["renamed", "IID, local_steps 2", "Nc=2, local_steps 1", "Nc=2, local_steps 2"]
+    assert second.name == "again" and len(second.cells[0].runs) == 2 and "not in its plan" not in capsys.readouterr().out
     assert main(["keep", str(out), "--out", str(out)]) == 2 and "kept in itself" in capsys.readouterr().err
     assert main(["keep", str(tmp_path), "--out", str(out)]) == 2 and main(["keep", str(out / "s" / "runs"), "--out", "x"]) == 2
 
@@ -458,7 +460,7 @@ def test_a_study_has_one_owner_and_forgets_failures_that_are_none_any_more(plan_
     assert small_study(plan_path, tmp_path / "s").failures == {study.plan.runs[0].name: "why"}
     summary = study.path(study.plan.runs[0]) / "summary.json"
     summary.parent.mkdir(parents=True)
-    summary.write_text("{}")
+    summary.write_text('{"val_accuracy": 0.5}')
     assert small_study(plan_path, tmp_path / "s").failures == {}
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -588,6 +590,189 @@ def test_one_table_can_be_run_alone(plan_path: Path, tmp_path: Path, capsys: pyt
     assert len(list((tmp_path / "s" / "runs").iterdir())) == 1  # no trial of the table that is tuned
     found = gather([tmp_path / "s"]).studies[0]
     assert not found.failures and [len(cell.runs) for cell in found.tables[1].cells] == [1] and found.tuned[0].value is None
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, score: Callable[[Config], float] = lambda config: 0.5) -> list[str]:
+    """Runs leave their files at once, without training. What was run comes back, by its folder's name."""
+    ran: list[str] = []
+
+    def finish(config: Config) -> None:
+        folder = Path(str(config.run.dir))
+        ran.append(folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "val_accuracy": 0.5}\n')
+        (folder / "model.safetensors").touch()
+        accuracy = score(config)
+        write_json(folder / "summary.json", {"test_accuracy": accuracy - 0.01 * config.seed, "val_accuracy": accuracy, "seconds": 1.0})
+
+    monkeypatch.setattr(runner, "execute", finish)
+    return ran
+
+
+def peaked(config: Config) -> float:
+    return 1 / (1 + abs(math.log(config.optim.lr / (0.1 if config.optim.momentum else 0.001))))
+
+
+MINE = """
+seeds: 2
+set: [experiment=fedavg_iid]
+tables:
+  - {name: one, cases: {A: [optim.lr=0.1], B: [optim.lr=0.2]}}
+"""
+TWO = TUNED.replace("name: optimizers", "name: t1") + TUNED.partition("tables:\n")[2].replace("name: optimizers", "name: t2")
+
+
+def planned(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_another_plan_does_not_take_the_place_of_a_study_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = pretend(monkeypatch)
+    folder = tmp_path / "studies" / "mine-here"
+    monkeypatch.chdir(tmp_path)
+    first, other = planned(tmp_path / "p1" / "mine.yaml", MINE), planned(tmp_path / "p2" / "mine.yaml", MINE.replace("0.2", "0.3"))
+    assert main(["study", str(first), "--no-report"]) == 0 and len(ran) == 4
+    told = (folder / "study.json").read_bytes()
+    for words, lost in (([str(other)], 2), ([str(first), "optim.momentum=0"], 4), ([str(first), "--seeds", "1"], 2)):
+        capsys.readouterr()
+        assert main(["study", *words, "--no-report"]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and f"has {lost} finished runs that this plan lacks" in said[0] and "another --out, or --replace" in said[0]
+        assert (folder / "study.json").read_bytes() == told and len(ran) == 4
+    assert main(["study", str(other), "--plan"]) == 0  # looking is free
+    assert main(["study", str(other), "--no-report", "--replace"]) == 0 and len(ran) == 6
+    assert main(["study", str(other), "--no-report"]) == 0 and len(ran) == 6
+    assert len(list((folder / "runs").iterdir())) == 6
+
+
+def test_a_plan_that_grew_goes_on_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pretend(monkeypatch)
+    path, folder = tmp_path / "p.yaml", tmp_path / "s"
+    more = "  - {name: two, cases: {C: [optim.lr=0.4]}}\n"
+    for text, tables, runs in (
+        (MINE.replace("seeds: 2", "seeds: 1"), [], 2),
+        (MINE, [], 4),
+        (MINE + more, ["two"], 6),
+        (MINE + more.replace("two", "three") + more.replace("0.4", "0.4, optim.momentum=0"), ["one"], 6),
+    ):
+        Study(read_plan(str(planned(path, text)), overrides=QUICK), folder, tables=tables).run()
+        assert len(ran) == len(set(ran)) == runs
+
+
+def test_a_study_that_is_tuned_again_goes_on_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pretend(monkeypatch, peaked)
+    path, folder = tmp_path / "p.yaml", tmp_path / "s"
+
+    def study(text: str, **kw: bool) -> Study:
+        return Study(read_plan(str(planned(path, text)), overrides=QUICK), folder, **kw)  # type: ignore[arg-type]
+
+    study(TUNED.replace("    tune", "    # tune")).run()  # each at its own value
+    assert len(ran) == 4
+    study(TUNED.replace("tries: 4", "tries: 3")).run()
+    before = {p.name for p in study(TUNED.replace("tries: 4", "tries: 3")).plan.runs}
+    again = study(TUNED.replace("tries: 4", "tries: 9").replace("by: 10", "by: 4"))
+    again.run()
+    assert before != {p.name for p in again.plan.runs} and not again.missing()  # other values, and what had the old ones is no loss
+    told = json.loads((folder / "study.json").read_text())
+    told["unfit"] = {again.climbs[0].tune.trial(0).name: "not finite"}
+    write_json(folder / "study.json", told)
+    study(TUNED.replace("tries: 4", "tries: 9").replace("by: 10", "by: 4"), retry=True).run()
+    with pytest.raises(UserError, match="finished runs that this plan lacks"):  # a value that is said is not tuned
+        Study(read_plan(str(path), overrides=[*QUICK, "optim.lr=7"]), folder).run()
+
+
+@pytest.mark.parametrize("damage", ["", "{", "{}", "[1]"])
+def test_a_run_whose_summary_is_damaged_is_not_finished_and_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    ran = pretend(monkeypatch, peaked)
+    plan, folder = read_plan(str(planned(tmp_path / "p.yaml", TUNED)), overrides=QUICK), tmp_path / "s"
+    first = Study(plan, folder)
+    first.run()
+    trial, run = first.climbs[0].tune.trial(0), first.plan.runs[0]
+    text, before = tables(folder), len(ran)
+    for harmed in (trial, run):
+        (first.path(harmed) / "summary.json").write_text(damage)
+    again = Study(plan, folder)
+    assert not again.finished(trial)
+    monkeypatch.setattr(runner, "execute", once_more(runner.execute, [trial.name, run.name]))
+    again.run()
+    assert ran[before:] == [trial.name, run.name] and tables(folder) == text
+
+
+def once_more(execute: Callable[[Config], object], names: list[str]) -> Callable[[Config], object]:
+    """As the real one: a folder with a summary, whatever is in it, is left as it is."""
+
+    def go(config: Config) -> object:
+        folder = Path(str(config.run.dir))
+        assert folder.name in names and not (folder / "summary.json").exists()
+        return execute(config)
+
+    return go
+
+
+def test_parts_of_a_study_that_are_kept_one_after_the_other_are_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, peaked)
+    plan = read_plan(str(planned(tmp_path / "p.yaml", TWO)), overrides=QUICK)
+    for where, only in (("whole", []), ("m1", ["t1"]), ("m2", ["t2"])):
+        Study(plan, tmp_path / where / "s", tables=only).run()
+    for order in (["m1", "m2"], ["m2", "m1"], ["m1", "m2", "m1"]):
+        out = tmp_path / "-".join(order)
+        for part in order:
+            assert main(["keep", str(tmp_path / part / "s"), "--out", str(out)]) == 0
+        assert tables(out / "s") == tables(tmp_path / "whole" / "s")
+        assert json.loads((out / "s" / "study.json").read_text()) == json.loads((tmp_path / "whole" / "s" / "study.json").read_text())
+        study = Study(plan, out / "s")
+        assert not study.missing() and not study._lost()
+    assert "another configuration" not in capsys.readouterr().out
+
+
+def test_parts_with_other_seeds_and_cells_are_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    texts = [MINE.replace("seeds: 2", f"seeds: [{seed}]") for seed in (1, 0)] + [MINE.replace("A: [optim.lr=0.1], B", "C")]
+    for i, text in enumerate([MINE, *texts]):
+        plan = read_plan(str(planned(tmp_path / "p.yaml", text)), overrides=QUICK)
+        Study(plan, tmp_path / str(i) / "s").run()
+    for i in (1, 2):
+        assert main(["keep", str(tmp_path / str(i)), "--out", str(tmp_path / "kept")]) == 0
+    assert tables(tmp_path / "kept" / "s") == tables(tmp_path / "0" / "s")
+    assert main(["keep", str(tmp_path / "3"), "--out", str(tmp_path / "kept")]) == 0
+    assert [(cell.label, len(cell.runs)) for cell in gather([tmp_path / "kept"]).studies[0].tables[0].cells] == [("A", 2), ("C", 2)]
+
+
+def test_seeds_of_two_configurations_are_never_one_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    for i, text in enumerate([MINE, MINE.replace("seeds: 2", "seeds: [1, 2]").replace("0.2", "0.3")]):
+        Study(read_plan(str(planned(tmp_path / "p.yaml", text)), overrides=QUICK), tmp_path / str(i) / "s").run()
+        assert main(["keep", str(tmp_path / str(i)), "--out", str(tmp_path / "kept")]) == 0
+    assert "of another configuration than before: B; not in its plan: fedavg_iid-" in capsys.readouterr().out
+    a, b = gather([tmp_path / "kept"]).studies[0].tables[0].cells
+    assert list(a.runs) == [0, 1, 2] and {run.config["optim"]["lr"] for run in b.runs.values()} == {0.3} and list(b.runs) == [1, 2]
+
+
+def test_studies_of_one_folder_name_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    for name in ("n1", "n2"):
+        plan = read_plan(str(planned(tmp_path / f"{name}.yaml", MINE)), overrides=QUICK)
+        Study(plan, tmp_path / name / "sp").run()
+    one, two, out = str(tmp_path / "n1" / "sp"), str(tmp_path / "n2" / "sp"), tmp_path / "kept"
+    assert main(["keep", one, two, "--out", str(out)]) == 2 and not out.exists()
+    assert f"{one} and {two} would both be {out / 'sp'}" in capsys.readouterr().err
+    assert main(["keep", one, str(tmp_path / "n1"), "--out", str(out)]) == 0  # the same one twice
+    before = (out / "sp" / "study.json").read_bytes()
+    assert main(["keep", two, "--out", str(out)]) == 2 and "holds the study 'n1' on here" in capsys.readouterr().err
+    assert (out / "sp" / "study.json").read_bytes() == before
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str]:

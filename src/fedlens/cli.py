@@ -87,7 +87,7 @@ def study_command(args: argparse.Namespace) -> int:
     from fedlens.study.runner import Study, study_folder
 
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
-    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables)
+    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
     if args.plan:
         open_ = {cell: climb.tune.key for climb in study.climbs if climb.next for cell in climb.tune.cells}
         for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
@@ -112,9 +112,8 @@ def report_command(args: argparse.Namespace) -> int:
 def keep_command(args: argparse.Namespace) -> int:
     from fedlens.study.keep import keep
 
-    for path in args.paths:
-        for kept in keep(Path(path), Path(args.out)):
-            print(kept.text())
+    for kept in keep([Path(path) for path in args.paths], Path(args.out)):
+        print(kept.text())
     return 0
 
 
@@ -252,6 +251,9 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
     c.add_argument("--table", dest="tables", action="append", default=[], metavar="TABLE", help="run this table only; may be given again")
     c.add_argument("--retry", action="store_true", help="try again what failed before")
+    c.add_argument(
+        "--replace", action="store_true", help="also where the folder has finished runs that the plan lacks: they stay, outside its tables"
+    )
     c.add_argument("--plan", action="store_true", help="list the runs and stop")
     c.add_argument("--no-report", dest="report", action="store_false", help="tables on the screen only")
 

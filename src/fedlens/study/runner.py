@@ -18,10 +18,12 @@ from typing import Any
 
 from fedlens.composing import from_file, to_yaml
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, write_atomic, write_json
+from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_atomic, write_json
 from fedlens.study.analyses import wanted
-from fedlens.study.plans import Cell, Plan, Planned
+from fedlens.study.keep import runs_of
+from fedlens.study.plans import Cell, Plan, Planned, changed
 from fedlens.study.processes import Worker, Workers, locked, work
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
 from fedlens.study.tuning import FAILED, Climb, climbs, settled
@@ -33,9 +35,11 @@ TUNING = "tuning: "  # begins what is said of cells whose search was stopped
 
 
 class Study:
-    def __init__(self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False, tables: Sequence[str] = ()) -> None:
-        """`tables`: only what these need is run; none: all."""
-        self.asked, self.folder, self.jobs = plan, folder, jobs
+    def __init__(
+        self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False, tables: Sequence[str] = (), replace: bool = False
+    ) -> None:
+        """`tables`: only what these need is run; none: all. `replace`: also where the folder has finished runs that the plan lacks."""
+        self.asked, self.folder, self.jobs, self.replace = plan, folder, jobs, replace
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
         self.workers = Workers([sys.executable, "-m", "fedlens.study.runner"], jobs)
@@ -60,13 +64,13 @@ class Study:
     def _score(self, trial: Planned) -> float | None:
         if trial.name in self.unfit:
             return FAILED
-        return float(_read(self.path(trial) / "summary.json")["val_accuracy"]) if self.finished(trial) else None
+        return float(read_summary(self.path(trial))["val_accuracy"]) if self.finished(trial) else None
 
     def path(self, planned: Planned) -> Path:
         return self.folder / "runs" / planned.name
 
     def finished(self, planned: Planned) -> bool:
-        return (self.path(planned) / "summary.json").is_file()
+        return is_finished(self.path(planned))
 
     def missing(self) -> list[Planned]:
         """Each configuration once, in the order of the plan; known failures only when a retry was asked for."""
@@ -75,10 +79,41 @@ class Study:
 
     def run(self) -> StudyResult:
         with locked(self.folder):
+            self._check_folder()
             try:
                 return self._run()
             finally:
                 self.workers.close()
+
+    def _check_folder(self) -> None:
+        """A plan that grew, or that is tuned further, goes on; one that would leave finished runs out of the tables has to say so."""
+        lost = [] if self.replace else self._lost()
+        if lost:
+            raise UserError(
+                f"--out: {self.folder} has {len(lost)} finished runs that this plan lacks, such as {lost[0]}; "
+                "allowed is another --out, or --replace, which leaves them out of the tables"
+            )
+
+    def _lost(self) -> list[str]:
+        """Finished runs that study.json names and the plan has not, at no value of what it tunes."""
+        planned = {p.name for p in self.plan.runs} | {name for climb in self.climbs for name in climb.told()["runs"]}
+        named = dict.fromkeys(runs_of(_read(self.folder / STUDY_FILE)))
+        lacking = [name for name in named if name not in planned and is_finished(self.folder / "runs" / name)]
+        known = self._at_their_own_values() if lacking else set()
+        return [name for name in lacking if not known & self._known_by(name)]
+
+    def _at_their_own_values(self) -> set[str]:
+        """Cells that are tuned and their trials, whichever value is chosen."""
+        cells = [changed(p.config, t.key, t.own) for t in self.asked.tunes for p in self.asked.runs if p.cell in t.cells]
+        return {identity(config) for config in (*cells, *(t.short for t in self.asked.tunes))}
+
+    def _known_by(self, name: str) -> set[str]:
+        """What a run would be known by at the own value of each cell that is tuned."""
+        try:
+            config = from_file(self.folder / "runs" / name / "config.yaml")
+        except UserError:
+            return set()
+        return {identity(changed(config, key, own)) for key, own in {(t.key, t.own) for t in self.asked.tunes}}
 
     def _run(self) -> StudyResult:
         self._tell()  # a report of what is there can be made, and kept, at any time
@@ -208,6 +243,10 @@ class Study:
         yield from self.workers.each(lambda worker, planned: _attempt(partial(self._apart, planned, worker)), todo)
 
     def _prepared(self, planned: Planned) -> None:
+        summary = self.path(planned) / SUMMARY_FILE
+        if summary.is_file() and not self.finished(planned):
+            log.warning("%s is damaged: its run is done again", summary)
+            summary.unlink()
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
         planned.config.run.progress = False
 
