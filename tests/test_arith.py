@@ -84,6 +84,9 @@ def test_add_negate_and_scale_are_the_algebra_of_task_vectors(
     assert load_vector(new["negate"]) == -tau_a
     assert load_vector(new["scale"]) == tau_b * -0.5
     assert load_vector(new["again"]) == tau_a
+    for factor in ("-1e-3", "-2.5E+1", "-.5e2", "-3."):
+        assert main(["arith", "scale", b, factor, "--out", new["scale"]]) == 0
+        assert load_vector(new["scale"]) == tau_b * float(factor)
 
 
 def test_the_mean_of_one_vector_is_itself(fed: Run, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import FAST
 
 import fedlens as fl
-from fedlens.cli import main, parser
+from fedlens.cli import check_types, main, parser
 
 
 def commands() -> list[list[str]]:
@@ -70,6 +70,17 @@ def test_a_sweep_with_an_unknown_key_is_refused_before_it_starts(capsys: pytest.
     assert "did you mean 'seed'" in capsys.readouterr().err
 
 
+def test_a_sweep_may_have_any_value_that_a_run_may_have() -> None:
+    words = [
+        "seed=range(0,3)",
+        "optim.lr=1e-3,0.1",
+        "optim.clip_norm=null,1",
+        "mask.without=[query],[key,value]",
+        "model.weights='a b','c,d'",
+    ]
+    check_types(["experiment=glob(*)", "experiment=centralized,fedavg_iid", "hydra/launcher=joblib", "data.name='hf:x'", *words])
+
+
 def test_print_config_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "model=dino_vits16", "data=cifar100", "optim.lr=1e-4", "seed=3", "--print-config"]) == 0
     out = capsys.readouterr().out
@@ -97,6 +108,21 @@ def test_inspect_prints_statistics_and_draws(tmp_path: Path, capsys: pytest.Capt
     assert main(["data", "inspect", "data.partition=classes", "data.classes_per_client=2", "federated.clients=20", "--out", str(out)]) == 0
     assert "classes_max" in capsys.readouterr().out
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_inspect_says_which_file_it_wrote_and_how_many_clients_it_drew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "federated.clients=101", "--out", str(tmp_path / "part")]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["part.png"]
+    assert f"figure: {tmp_path / 'part.png'} (the first 100 of 101 clients)\n" in capsys.readouterr().out
+    assert main(["data", "inspect", "federated.clients=100", "--out", str(tmp_path / "part.svg")]) == 0
+    assert f"figure: {tmp_path / 'part.svg'}\n" in capsys.readouterr().out
+
+
+def test_what_hydra_refuses_of_a_sweep_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedlens", "run", "-m", "hydra/launcher=nosuch", "seed=1,2"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: override: ") and "nosuch" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_importing_fedlens_loads_no_torch() -> None:

@@ -5,8 +5,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedlens import __version__
 from fedlens.errors import UserError, first_line
@@ -18,6 +19,9 @@ def run_command(args: argparse.Namespace) -> int:
     from fedlens.composing import compose, from_file
     from fedlens.training.execute import execute
 
+    for option, given in (("--config", args.config), ("--print-config", args.print_config)):
+        if args.multirun and given:
+            raise UserError(f"{option}: given with -m, allowed is without it: a sweep is composed from key=value alone")
     if args.multirun:
         return multirun(args.overrides)
     config = from_file(Path(args.config), args.overrides) if args.config else compose(args.overrides)
@@ -35,12 +39,14 @@ def run_command(args: argparse.Namespace) -> int:
 def multirun(overrides: Sequence[str]) -> int:
     """A sweep through Hydra itself, so that its launchers (joblib, submitit) work: hydra/launcher=joblib."""
     import hydra
+    from hydra.errors import HydraException
     from omegaconf import DictConfig
 
     from fedlens.composing import normalise, to_config
     from fedlens.training.execute import execute
 
     wanted = normalise(overrides)
+    check_types(wanted)
     folder = next((o.partition("=")[2] for o in wanted if o.startswith("hydra.sweep.dir=")), time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
     failed = Path(folder).absolute() / "failed.txt"  # a file: a launcher's jobs are processes of their own, maybe on other machines
     failed.unlink(missing_ok=True)
@@ -55,8 +61,49 @@ def multirun(overrides: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
 
     sys.argv = ["fedlens run", "-m", *(o for o in wanted if not o.startswith("hydra.sweep.dir=")), f"hydra.sweep.dir={folder}"]
-    job()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what is wrong in its own way, and exits
+    try:
+        job()
+    except HydraException as error:
+        because = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
+        raise UserError(f"override: {first_line(error)}{because}") from None
     return 2 if failed.exists() else 0
+
+
+def check_types(overrides: Sequence[str]) -> None:
+    """Every value of a sweep fits the type of its key: said before there is a folder for it. What else is wrong with one, its run says."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from fedlens.composing import GROUPS, choices
+    from fedlens.config import Config
+    from fedlens.errors import unknown
+
+    schema = OmegaConf.structured(Config)
+    for key, value in _values(overrides):
+        if key in GROUPS and value not in choices(key):
+            raise unknown(key, str(value), choices(key))
+        try:
+            if key not in GROUPS:
+                OmegaConf.update(schema, key, value)
+        except OmegaConfBaseException as error:
+            raise UserError(f"override: {key}: {first_line(error)}") from None
+
+
+def _values(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Each value that a sweep gives a key, one by one; not Hydra's own keys, nor what only Hydra can list (glob, interval)."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ValueType
+
+    parser = OverridesParser.create()
+    for override in parser.parse_overrides(list(overrides)):
+        key = str(override.key_or_group)
+        if key.startswith("hydra") or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            continue
+        if override.is_choice_sweep() or override.is_range_sweep():
+            yield from ((key, parser.parse_override(f"{key}={text}").value()) for text in override.sweep_string_iterator())
+        elif not override.is_sweep_override():
+            yield key, override.value()
 
 
 def resume_command(args: argparse.Namespace) -> int:
@@ -146,7 +193,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     from fedlens.composing import compose
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import label_counts, partition, partition_stats
-    from fedlens.study.figures import partition_figure
+    from fedlens.study.figures import SHOWN_CLIENTS, partition_figure
 
     config = compose(args.overrides)
     c = config.data
@@ -155,7 +202,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     shards = partition(
         labels, config.federated.clients, c.partition, classes_per_client=c.classes_per_client, alpha=c.alpha, seed=config.seed
     )
-    out = Path(args.out)
+    out = Path(args.out if Path(args.out).suffix else f"{args.out}.png")
     try:
         partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
     except (OSError, ValueError) as error:
@@ -164,7 +211,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     for name, value in partition_stats(labels, shards).as_dict().items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
-    print(f"figure: {out}")
+    print(f"figure: {out}" + (f" (the first {SHOWN_CLIENTS} of {len(shards)} clients)" if len(shards) > SHOWN_CLIENTS else ""))
     return 0
 
 

@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs: `fedlens --help` reads this mod
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fedlens.lens.task_vectors import TaskVector
 
 INPUT = "run folders (their τ) or task-vector files"
+NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)  # argparse's own takes -1e-3 for an option, before Python 3.14
 ALPHAS = "start:stop:count or a,b,c; write it with =, as in --alphas=-1:2:13"
 
 
@@ -35,6 +37,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", co
         c.add_argument("inputs", nargs="+" if name == "add" else 1, metavar="RUN|FILE", help=INPUT)
         if name == "scale":
             c.add_argument("factor")
+            c._negative_number_matcher = NEGATIVE
         c.add_argument("--out", required=True, help="the new task vector's file")
 
     example = "fedlens arith merge RUN_A RUN_B --rule ties --option density=0.2 --out tau.safetensors"
