@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from fedlens.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study import runner
 from fedlens.study.analyses import wanted
+from fedlens.study.keep import merged
 from fedlens.study.plans import Planned, plan_file, read_plan
 from fedlens.study.processes import Worker, environment_of, locked
 from fedlens.study.report.html import html_report
@@ -734,7 +736,9 @@ def test_parts_of_a_study_that_are_kept_one_after_the_other_are_the_whole(
     assert "another configuration" not in capsys.readouterr().out
 
 
-def test_parts_with_other_seeds_and_cells_are_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_with_other_seeds_and_cells_are_one_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pretend(monkeypatch)
     texts = [MINE.replace("seeds: 2", f"seeds: [{seed}]") for seed in (1, 0)] + [MINE.replace("A: [optim.lr=0.1], B", "C")]
     for i, text in enumerate([MINE, *texts]):
@@ -745,6 +749,7 @@ def test_parts_with_other_seeds_and_cells_are_one_study(tmp_path: Path, monkeypa
     assert tables(tmp_path / "kept" / "s") == tables(tmp_path / "0" / "s")
     assert main(["keep", str(tmp_path / "3"), "--out", str(tmp_path / "kept")]) == 0
     assert [(cell.label, len(cell.runs)) for cell in gather([tmp_path / "kept"]).studies[0].tables[0].cells] == [("A", 2), ("C", 2)]
+    assert "kept before, and still there: one: A" in capsys.readouterr().out  # B has another name now
 
 
 def test_seeds_of_two_configurations_are_never_one_cell(
@@ -757,6 +762,42 @@ def test_seeds_of_two_configurations_are_never_one_cell(
     assert "of another configuration than before: B; not in its plan: fedavg_iid-" in capsys.readouterr().out
     a, b = gather([tmp_path / "kept"]).studies[0].tables[0].cells
     assert list(a.runs) == [0, 1, 2] and {run.config["optim"]["lr"] for run in b.runs.values()} == {0.3} and list(b.runs) == [1, 2]
+
+
+def told(runs: dict[str, str], **more: object) -> dict[str, object]:
+    """study.json of one cell, A, and a sweep of it that is known by its first run."""
+    cell = {"label": "A", "case": "A", "values": {}, "runs": runs}
+    sweep = {
+        "kind": "sweep",
+        "title": "of A",
+        "labels": ["A"],
+        "seed": 0,
+        "options": {},
+        "file": f"analyses/{next(iter(runs.values()))}.json",
+    }
+    head = {"name": "s", "place": "here", "question": "", "tables": [{"name": "t", "cells": [cell]}], "analyses": [sweep]}
+    return {**head, "tuned": [], "unfit": {}, "failures": {}, **more}
+
+
+def test_analyses_and_failures_of_two_parts_are_those_of_the_runs_that_count(tmp_path: Path) -> None:
+    def finish(name: str, rate: float) -> None:
+        planned(tmp_path / "runs" / name / "config.yaml", f"seed: {name[-1]}\noptim: {{lr: {rate}}}")
+        write_json(tmp_path / "runs" / name / "summary.json", {"val_accuracy": 0.5})
+
+    def files(whole: dict[str, Any]) -> list[str]:
+        return [each["file"] for each in whole["analyses"]]
+
+    finish("a0", 0.1)
+    planned(tmp_path / "analyses" / "a0.json", "{}")
+    old, new = told({"0": "a0", "1": "a1"}, failures={"a1": "no memory"}), told({"0": "b0", "1": "b1"}, failures={"b1": "no memory"})
+    whole = merged(old, new, tmp_path)  # nothing of the new one is finished
+    assert files(whole) == ["analyses/a0.json"] and whole["tables"][0]["cells"][0]["runs"] == {"0": "a0", "1": "b1"}
+    assert whole["failures"] == {"b1": "no memory"}
+    finish("a1", 0.1)
+    assert merged(old, told({"1": "a1"}), tmp_path)["failures"] == {}
+    finish("b0", 0.2)
+    whole = merged(old, new, tmp_path)
+    assert files(whole) == ["analyses/b0.json"] and whole["tables"][0]["cells"][0]["runs"] == {"0": "b0", "1": "b1"}
 
 
 def test_studies_of_one_folder_name_are_not_mixed(

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlens.errors import UserError
 from fedlens.identity import known_by
-from fedlens.runs.store import disk_errors, is_finished, write_atomic, write_json
+from fedlens.runs.store import disk_errors, is_finished, write_atomic
 from fedlens.study.results import SEARCH_FILE, STUDY_FILE, read_config, read_search, read_study
 
 Told = dict[str, Any]  # what study.json says, or a part of it
@@ -34,12 +34,14 @@ class Kept:
     unfinished: int = 0
     unnamed: list[str] = field(default_factory=list)  # kept, and not in the plan
     replaced: list[str] = field(default_factory=list)  # cells that had finished runs of another configuration
+    before: list[str] = field(default_factory=list)  # cells that were kept before, and are not in the plan of what is kept now
 
     def text(self) -> str:
         parts = [f"{self.folder}: {len(self.added)} runs kept"]
         parts += [f"{self.there} were there"] if self.there else []
         parts += [f"{self.unfinished} of its plan are not finished"] if self.unfinished else []
         parts += [f"of another configuration than before: {', '.join(self.replaced)}"] if self.replaced else []
+        parts += [f"kept before, and still there: {', '.join(self.before)}"] if self.before else []
         parts += [f"not in its plan: {', '.join(self.unnamed)}"] if self.unnamed else []
         return "; ".join(parts)
 
@@ -80,6 +82,22 @@ def _study(folder: Path, out: Path) -> Kept:
     if known is not None and (known["name"], known["place"]) != (told["name"], told["place"]):
         ours, theirs = (f"{study['name']!r} on {study['place']}" for study in (known, told))
         raise UserError(f"keep: {out} holds the study {ours}, and {folder} is {theirs}; allowed is the same one, or another --out")
+    kept = _runs(told, folder, out)
+    for each in told["analyses"]:
+        if (folder / each["file"]).is_file():
+            _write(out / each["file"], (folder / each["file"]).read_bytes())
+    whole = told
+    if known is not None:
+        whole = merged(known, told, out)
+        kept.replaced = [cell["label"] for cell in replaced(known, whole, out)]
+        kept.before = sorted(_labels(whole) - _labels(told))
+    _write(out / STUDY_FILE, (json.dumps(whole, indent=1) + "\n").encode())
+    kept.unnamed = sorted({path.name for path in (out / "runs").glob("*")} - set(runs_of(whole)))
+    return kept
+
+
+def _runs(told: Told, folder: Path, out: Path) -> Kept:
+    """The finished runs that a study names, those of `out` as they are."""
     kept = Kept(out)
     for name in sorted(set(runs_of(told))):
         if is_finished(out / "runs" / name):
@@ -91,16 +109,11 @@ def _study(folder: Path, out: Path) -> Kept:
             kept.added.append(name)
         elif name not in told.get("unfit", {}):
             kept.unfinished += 1
-    for each in told["analyses"]:
-        if (folder / each["file"]).is_file():
-            _write(out / each["file"], (folder / each["file"]).read_bytes())
-    whole = told if known is None else merged(known, told, out)
-    kept.replaced = [] if known is None else [cell["label"] for cell in replaced(known, whole, out)]
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    write_json(out / STUDY_FILE, whole)
-    kept.unnamed = sorted({path.name for path in (out / "runs").glob("*")} - set(runs_of(whole)))
     return kept
+
+
+def _labels(told: Told) -> set[str]:
+    return {f"{table['name']}: {cell['label']}" for table in told["tables"] for cell in table["cells"]}
 
 
 def _told(folder: Path) -> Told:
@@ -156,10 +169,8 @@ def _union(known: list[Told], told: list[Told], keys: Sequence[str], both: Calla
 def _table(old: Told, new: Told, out: Path) -> Told:
     cells = _union(old["cells"], new["cells"], ["label", "case", "values"], lambda a, b: {**b, "runs": _seeds(a["runs"], b["runs"], out)})
     labels, runs = {cell["label"] for cell in new["cells"]}, {name for cell in new["cells"] for name in cell["runs"].values()}
-    return {
-        **new,
-        "cells": [cell for cell in cells if cell["label"] in labels or not set(cell["runs"].values()) <= runs],
-    }  # else it was renamed
+    renamed = [cell for cell in cells if cell["label"] not in labels and set(cell["runs"].values()) <= runs]
+    return {**new, "cells": [cell for cell in cells if cell not in renamed]}
 
 
 def _seeds(old: dict[str, str], new: dict[str, str], out: Path) -> dict[str, str]:

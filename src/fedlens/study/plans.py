@@ -8,7 +8,7 @@
       - name: Nc and J
         set: [overrides…]                                     for every run of this table
         cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    place by place: left out where its place has none
-        grid: {federated.local_steps: [4, 8, 16]}             every case with every combination
+        grid: {federated.local_steps: [4, 8, 16]}             every case with every combination; null and lists are values too
         special:                                              what only some combinations get
           - {case: IID, federated.local_steps: 16, place: cifar100, set: [optim.lr=1e-4]}
         local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
