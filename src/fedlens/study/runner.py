@@ -246,7 +246,7 @@ class Study:
         summary = self.path(planned) / SUMMARY_FILE
         if summary.is_file() and not self.finished(planned):
             log.warning("%s is damaged: its run is done again", summary)
-            summary.unlink()
+            summary.rename(summary.with_name(f"{SUMMARY_FILE}.damaged"))
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
         planned.config.run.progress = False
 
