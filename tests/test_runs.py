@@ -140,6 +140,7 @@ def test_arithmetic_on_what_was_kept_or_is_damaged_is_one_line(
 ) -> None:
     run = fast_run("r", "train.epochs=0")
     (run.path / "model.safetensors").write_bytes((run.path / "model.safetensors").read_bytes()[:1000])
+    capsys.readouterr()  # what the run said
     for words in (["sweep", str(run.path)], ["negate", str(run.path), "--out", str(tmp_path / "n.st")]):
         assert main(["arith", *words]) == 2
         said = capsys.readouterr().err.splitlines()
