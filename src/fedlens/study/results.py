@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from fedlens.errors import UserError, first_line
 from fedlens.identity import known_by
-from fedlens.runs.store import read_metrics
+from fedlens.runs.store import read_metrics, read_summary
 from fedlens.study.plans import labelled
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
@@ -38,8 +38,7 @@ class RunResult:
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = _json(self.path / "summary.json")
-        return found
+        return read_summary(self.path)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

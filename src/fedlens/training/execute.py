@@ -1,6 +1,5 @@
 """A run from configuration to summary, and runs as objects: what `fedlens run`, `fedlens resume` and the Python API share."""
 
-import json
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from fedlens.identity import identity
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.environment import environment
-from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model
+from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model, read_summary
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
 from fedlens.training.setup import Bench, pick_device, set_up
@@ -53,10 +52,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        if not self.finished:
-            raise UserError(f"run: {self.path} is not finished; go on with it: fedlens resume {self.path}")
-        found: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        return found
+        return read_summary(self.path)
 
     @property
     def state(self) -> dict[str, Tensor]:
