@@ -1,10 +1,12 @@
 """The notebooks run from top to bottom on the embedded default, with the interpreter of the tests, and are kept without outputs."""
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,73 @@ def test_a_notebook_is_kept_without_outputs_and_installs_only_what_is_missing(pa
     cells = read(path).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
-    assert 'find_spec("fedlens") is None' in code[0].source
-    assert not any(line.lstrip().startswith(("%pip", "!")) for cell in code[1:] for line in cell.source.splitlines())
+    assert code[0].source == read(NOTEBOOKS[0]).cells[1].source  # the tests below are of all four
+    assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())
     assert "GPU" in cells[0].source
+
+
+# --- the first cell ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a notebook runs, with a Colab's /content beside it."""
+    monkeypatch.delenv("FEDLENS_SOURCE", raising=False)
+    (tmp_path / "checkout" / "notebooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "checkout" / "notebooks")
+    return tmp_path
+
+
+def project(folder: Path, name: str = "fedlens") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+    return folder
+
+
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, found: ModuleSpec | None) -> list[str]:
+    """What the first cell gives to pip where an import of fedlens finds this."""
+    asked: list[str] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("subprocess.run", lambda command, check: asked.append(command[-1]))
+    exec(read(NOTEBOOKS[0]).cells[1].source.replace("/content", str(folder / "content")), {})
+    return asked
+
+
+def test_the_first_cell_does_nothing_where_fedlens_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(folder / "checkout")
+    assert installed(folder, monkeypatch, importlib.util.find_spec("fedlens")) == []
+
+
+def test_the_first_cell_installs_the_first_checkout_that_it_finds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("content/drive/MyDrive/fedlens", "content/fedlens", "checkout", "elsewhere"):
+        project(folder / place)
+        if place == "elsewhere":
+            monkeypatch.setenv("FEDLENS_SOURCE", str(folder / place))
+        assert installed(folder, monkeypatch, None) == [str(folder / place)]
+
+
+def test_the_first_cell_passes_over_other_projects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(folder / "checkout", "another")
+    project(folder / "content" / "fedlens")
+    assert installed(folder, monkeypatch, None) == [str(folder / "content" / "fedlens")]
+
+
+def test_a_checkout_in_the_working_directory_is_not_taken_for_an_installed_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = project(folder / "content" / "fedlens")
+    only_a_folder = PathFinder.find_spec("fedlens", [str(checkout.parent)])
+    assert only_a_folder is not None
+    assert installed(folder, monkeypatch, only_a_folder) == [str(checkout)]
+
+
+@pytest.mark.parametrize("named", [None, "nowhere"])
+def test_the_first_cell_says_what_to_do_where_there_is_no_checkout(
+    named: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if named:
+        project(folder / "checkout")  # whoever names a folder wants that one
+        monkeypatch.setenv("FEDLENS_SOURCE", named)
+    with pytest.raises(
+        FileNotFoundError, match=rf"^no checkout of fedlens in {named or '..'}.*fedlens .git clone.*set FEDLENS_SOURCE"
+    ) as raised:
+        installed(folder, monkeypatch, None)
+    assert "\n" not in str(raised.value)
