@@ -1,6 +1,6 @@
 """What the reference says of keys, rules, experiments and commands comes from the code at build time, so that it cannot go stale.
 
-A page writes `<!-- fedlens: NAME -->` where a table belongs; GENERATED says which there are.
+A page writes `<!-- fedlens: NAME -->` where a table belongs; GENERATED says which there are. Its line `> … make docs …`, for readers of the repository, is left out.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from fedlens.training.algorithms import ALGORITHMS
 
 CONF = Path(config.__file__).parent / "conf"
 MARKER = re.compile(r"^<!-- fedlens: (\w+) -->$", re.MULTILINE)
+UNBUILT = re.compile(r"^> .*`make docs`.*\n+", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -41,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             raise PluginError(f"{page.file.src_path}: <!-- fedlens: {match[1]} --> is unknown; there are {', '.join(GENERATED)}")
         return GENERATED[match[1]]()
 
-    return MARKER.sub(fill, markdown)
+    return MARKER.sub(fill, UNBUILT.sub("", markdown))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -79,15 +80,15 @@ def shown(value: object) -> str:
 
 def section_table(section: type, prefix: str) -> str:
     said = comments(section)
-    allowed = {path: text.replace(" | ", ", ") for path, _, text in config.CHECKS}
+    allowed = {path: text for path, _, text in config.CHECKS}
     rows = []
     for field in fields(section):
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
         if not is_dataclass(default):
             key = prefix + field.name
-            meaning, range_ = said.get(field.name, ""), allowed.get(key, "")
-            meaning = "" if range_.startswith(meaning.replace(" | ", ", ")) else meaning  # a list of the names that are allowed anyway
-            rows.append([f"`{key}`", f"`{shown(default)}`" if shown(default) else "null", meaning, range_])
+            range_ = allowed.get(key, "")
+            meaning = said.get(field.name, "").removesuffix(range_).rstrip(" :")  # the last column has the list of what is allowed
+            rows.append([f"`{key}`", f"`{shown(default)}`" if shown(default) else "null", meaning, range_.replace(" | ", ", ")])
     return table(["key", "default", "meaning", "allowed"], rows)
 
 

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,6 +216,37 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     return 0
 
 
+CHOICES = "{choices}"  # in an epilog: choices_text()
+
+
+class _HelpWithChoices(argparse.RawDescriptionHelpFormatter):
+    """Fills in what can be chosen only when help is shown: the registries import torch."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(text.replace(CHOICES, choices_text()) if CHOICES in text else text, width, indent)
+
+
+def choices_text() -> str:
+    """The names that `fedlens run` takes, from the registries and the YAML files."""
+    from fedlens.config import choices
+    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.merging import RULES
+    from fedlens.training.algorithms import ALGORITHMS
+
+    named = {
+        "experiment=": choices("experiment"),
+        "data=": choices("data"),
+        "model=": choices("model"),
+        "mask.strategy=": STRATEGIES,
+        "server.merge=": RULES,
+        "federated.algorithm=": ALGORITHMS,
+    }
+    lines = [textwrap.fill(", ".join(names), 100, initial_indent=f"{key:22}", subsequent_indent=" " * 22) for key, names in named.items()]
+    return "\n".join(
+        ["what can be chosen:", *lines, "all keys and their values: fedlens run --print-config; what each means: fedlens/config.py"]
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="fedlens",
@@ -249,10 +281,11 @@ def parser() -> argparse.ArgumentParser:
         "Run one experiment, or with -m a sweep.",
         "fedlens run experiment=centralized model=dino_vits16 data=cifar100 optim.lr=1e-4 seed=3\n         fedlens run -m seed=0,1,2",
     )
-    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides")
+    c.formatter_class, c.epilog = _HelpWithChoices, f"{c.epilog}\n\n{CHOICES}"
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides: what is not given has its default")
     c.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
     c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
-    c.add_argument("--print-config", action="store_true", help="print the composed configuration and stop")
+    c.add_argument("--print-config", action="store_true", help="print the composed configuration, all keys and values, and stop")
 
     c = command(
         commands, "resume", resume_command, "Go on with an interrupted run, on a CPU to the same bits.", "fedlens resume runs/centralized-…"

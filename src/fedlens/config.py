@@ -17,27 +17,27 @@ from fedlens.optim.schedules import SCHEDULES
 
 @dataclass
 class DataConfig:
-    name: str = "fashion_mini"
-    root: str | None = None  # null: FEDLENS_DATA, or ~/.cache/fedlens/data
-    download: bool = False
-    val_fraction: float = 0.1
-    partition: str = "iid"  # iid | classes | dirichlet
-    classes_per_client: int | None = None
-    alpha: float | None = None  # of the Dirichlet partition
+    name: str = "fashion_mini"  # the set: a source of fedlens/data, or hf:NAME; data=NAME also sets what suits it
+    root: str | None = None  # where the set lies; null: FEDLENS_DATA, or ~/.cache/fedlens/data
+    download: bool = False  # true: fetch what is missing; false: say how to get it
+    val_fraction: float = 0.1  # of the training images, stratified, for every choice that is made
+    partition: str = "iid"  # how training images are split over clients: iid | classes | dirichlet
+    classes_per_client: int | None = None  # Nc, of the partition `classes`
+    alpha: float | None = None  # of the partition `dirichlet`: the smaller, the more unequal the clients
     crop: int = 0  # black border in pixels before a random crop
-    flip: bool = True
-    randaugment: int = 0  # operations an image
-    randaugment_magnitude: float = 0.3
+    flip: bool = True  # mirror half of the training images, left to right
+    randaugment: int = 0  # random operations on a training image (RandAugment)
+    randaugment_magnitude: float = 0.3  # their strength
 
 
 @dataclass
 class ModelConfig:
-    name: str = "tiny"
-    weights: str | None = "pretrained"  # null | pretrained | a path
-    image_size: int = 28
-    dropout: float = 0.0
-    freeze_blocks: int = 0
-    freeze_backbone: bool = False
+    name: str = "tiny"  # the backbone: a ViT of fedlens, timm:NAME or hf:NAME; model=NAME also sets what suits it
+    weights: str | None = "pretrained"  # what it starts from: null (random) | pretrained | a path
+    image_size: int = 28  # pixels a side that images are resized to
+    dropout: float = 0.0  # on the features, before the head
+    freeze_blocks: int = 0  # the embedding and so many blocks from below stay as they are
+    freeze_backbone: bool = False  # only the head trains
     freeze_head: bool | None = (
         None  # null: frozen once something has fitted it (head=ridge, or a checkpoint that brings one), unless nothing else trains
     )
@@ -45,42 +45,42 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = 0.01
-    momentum: float = 0.9
-    dampening: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    batch_size: int = 64
-    clip_norm: float | None = None
-    schedule: str = "cosine"  # constant | cosine | step | exponential | linear
-    warmup: float = 0.0  # fraction of the run
+    lr: float = 0.01  # the learning rate, before the schedule's factor
+    momentum: float = 0.9  # of SGD; of a client it starts from zero in every round
+    dampening: float = 0.0  # of momentum, as in torch's SGD
+    nesterov: bool = False  # Nesterov's momentum
+    weight_decay: float = 0.0  # L2, added to the gradient
+    batch_size: int = 64  # B, images in a step
+    clip_norm: float | None = None  # longer gradients are shortened to this norm; null: not
+    schedule: str = "cosine"  # how the rate goes on over the run: constant | cosine | step | exponential | linear
+    warmup: float = 0.0  # the first fraction of the run, over which the rate rises
     final: float = 0.0  # cosine, linear: the last factor
     decay: float = 0.1  # step: the factor at a milestone; exponential: over the whole run
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
+    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # step: when, as fractions of the run
 
 
 @dataclass
 class TrainConfig:
-    epochs: int = 5
-    label_smoothing: float = 0.0
+    epochs: int = 5  # of centralised training
+    label_smoothing: float = 0.0  # of the cross-entropy in training
     patience: int | None = None  # evaluations without a better validation accuracy before stopping; null: never
-    precision: str = "auto"  # auto | fp32 | bf16 | fp16
-    compile: bool = False
-    eval_batch_size: int = 256
+    precision: str = "auto"  # of forward and backward passes; auto is bf16 or fp16 on a CUDA GPU, else fp32: auto | fp32 | bf16 | fp16
+    compile: bool = False  # torch.compile: a slower start, then faster steps on a GPU
+    eval_batch_size: int = 256  # images at once in evaluation, for features and for scores
     test: bool = True  # false: the test set is not read, for searches
 
 
 @dataclass
 class FederatedConfig:
-    clients: int = 100  # K
+    clients: int = 100  # K, in all
     participation: float = 0.1  # C, the fraction that a round samples
-    local_steps: int = 4  # J
-    rounds: int = 60
-    algorithm: str = "fedavg"  # fedavg | fedprox | scaffold | fednova
-    engine: str = "auto"  # auto | sequential | cohort
+    local_steps: int = 4  # J, of each client in a round
+    rounds: int = 60  # R, of training
+    algorithm: str = "fedavg"  # what a round does with clients' steps: fedavg | fedprox | scaffold | fednova
+    engine: str = "auto"  # how a cohort trains; auto is cohort on a GPU, sequential on a CPU: auto | sequential | cohort
     chunk: int | None = None  # clients at once in the cohort engine; null: as many as fit
     mu: float = 0.01  # FedProx's pull towards the global model
-    eval_every: int = 5  # rounds
+    eval_every: int = 5  # rounds between two looks at validation
     target_accuracy: float | None = None  # stop when validation reaches it
     dropout_rate: float = 0.0  # of sampled clients that never answer
     straggler_rate: float = 0.0  # of clients that do fewer steps
@@ -95,21 +95,21 @@ class FederatedConfig:
 
 @dataclass
 class ServerConfig:
-    optimizer: str = "sgd"  # sgd | momentum | adam | yogi | adagrad
+    optimizer: str = "sgd"  # what the server does with the merged update: sgd | momentum | adam | yogi | adagrad
     lr: float = 1.0  # α: the task-arithmetic coefficient
     alphas: list[float] = field(default_factory=list)  # if any: each round takes the one with the lowest validation loss, instead of lr
     alpha_samples: int = 1000  # validation images that this choice looks at
     momentum: float = 0.9  # of FedAvgM
-    beta1: float = 0.9
-    beta2: float = 0.99
+    beta1: float = 0.9  # of FedAdam and FedYogi: memory of the mean update
+    beta2: float = 0.99  # of FedAdam and FedYogi: memory of its square
     tau: float = 1e-3  # adaptivity of FedAdam, FedYogi, FedAdagrad
-    merge: str = "mean"  # a rule of lens/merging.py
-    trim: float = 0.1  # of trimmed_mean
+    merge: str = "mean"  # how updates become one: a rule of lens/merging.py
+    trim: float = 0.1  # of trimmed_mean: the fraction of clients that is cut off on either side, entry by entry
     clip_norm: float | None = None  # of clipped_mean; null: the cohort's median norm
     ties_density: float = 0.2  # of ties: the fraction of each update that is kept
     drop: float = 0.5  # of dare: the probability that an entry is dropped
-    top: float = 0.01  # of breadcrumbs: the fractions of each tensor that are cut off
-    bottom: float = 0.85
+    top: float = 0.01  # of breadcrumbs: the fraction of each tensor that is cut off above, the largest entries
+    bottom: float = 0.85  # of breadcrumbs: the fraction that is cut off below, the smallest
     fisher_samples: int = 64  # of fisher: images that a client scores its sensitivities on
     norm_bound: float | None = None  # updates that are longer are refused; null: none
 
@@ -118,13 +118,13 @@ class ServerConfig:
 class MaskConfig:
     """Which coordinates may move. All strategies: exactly round(density · eligible) of them."""
 
-    strategy: str | None = None  # null: all of them (dense) | least_sensitive | most_sensitive | … (lens/masks.py)
+    strategy: str | None = None  # which weights may move; null: all of them (dense)
     density: float = 0.1  # the fraction that trains; on the command line `sparsity=0.9` is the same
     rounds: int = 4  # of calibration: scoring, rejecting, scoring again
     soft: float = 0.01  # what rejected weights are multiplied by while the next round scores
-    scope: str = "central"  # central: scores on the validation set | federated: on the clients' data, summed
-    labels_from: str = "model"  # model | data | exact
-    score: str = "log_prob"  # log_prob | logit
+    scope: str = "central"  # where scores come from, the server's validation images or the clients' data, summed: central | federated
+    labels_from: str = "model"  # where a score's label comes from, drawn by the model, the true one or all of them: model | data | exact
+    score: str = "log_prob"  # what a sensitivity is the squared gradient of: log_prob | logit
     samples: int | None = None  # images to score on, in all or of each client; null: all
     path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
     without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/bitmap.py)
@@ -137,7 +137,7 @@ class PrivacyConfig:
 
     clip: float | None = None  # every update is shortened to this norm; null: not
     noise: float = 0.0  # standard deviation of the noise on the sum of updates, as a multiple of `clip`
-    delta: float = 1e-5
+    delta: float = 1e-5  # the δ at which ε is told
     secure_aggregation: bool = False  # of a deployment: the server learns the mean of the updates and none of them (SecAgg+)
     range: float = 0.1  # of secure aggregation: entries of an update beyond ± this are cut off
 
@@ -154,21 +154,21 @@ class DeployConfig:
 
 @dataclass
 class RunConfig:
-    dir: str | None = None  # null: runs/EXPERIMENT-TIME-HASH under the working directory
-    if_exists: str = "error"  # error | resume
-    keep_last: int = 2
-    keep_best: int = 1
-    checkpoint_minutes: float = 5.0  # also between evaluations; 0: after every step or round, which is on disk before the next round
-    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow; metrics.jsonl is always written
-    progress: bool = True
+    dir: str | None = None  # the run's folder; null: runs/EXPERIMENT-TIME-HASH under the working directory
+    if_exists: str = "error"  # where run.dir holds this run already: error | resume
+    keep_last: int = 2  # checkpoints that stay: the latest so many
+    keep_best: int = 1  # and so many with the best validation accuracy
+    checkpoint_minutes: float = 5.0  # between checkpoints, beside those at evaluations; 0: after every step or round, before the next
+    trackers: list[str] = field(default_factory=list)  # beside metrics.jsonl, which is always written: tensorboard, wandb, mlflow
+    progress: bool = True  # a bar on a terminal
 
 
 @dataclass
 class Config:
-    experiment: str = "centralized"
-    seed: int = 0
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    head: str = "linear"  # linear | ridge
+    experiment: str = "centralized"  # the recipe that is run: a file of conf/experiment
+    seed: int = 0  # of everything that is random
+    device: str = "auto"  # auto takes a GPU where there is one: auto | cpu | cuda | cuda:N | mps
+    head: str = "linear"  # the classifier's start, random or fitted in closed form: linear | ridge
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
