@@ -21,7 +21,7 @@ pytest.importorskip("mkdocs", reason="needs fedlens[docs]")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-EXECUTED = ["lens", "talos", "own-model", "own-rule"]  # pages whose Python runs as it stands
+EXECUTED = ["README", "lens", "talos", "own-model", "own-rule"]  # pages whose Python runs as it stands
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ELSEWHERE = re.compile(r"^\s*(https?:)?//", re.IGNORECASE)
 
@@ -103,6 +103,58 @@ def test_the_reference_names_what_the_code_has(site: Path) -> None:
     assert "calibrate_mask" in (site / "reference/python.html").read_text()
 
 
+class Rows(HTMLParser):
+    """The tables of a page, as the text of their cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "td":
+            self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.rows[-1][-1] += data
+
+
+def test_the_reference_says_what_every_key_means(site: Path) -> None:
+    from fedlens.config import known_keys
+
+    page = Rows()
+    page.feed((site / "reference/configuration.html").read_text())
+    meaning = {row[0]: row[2] for row in page.rows if len(row) == 4}
+    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
+    assert set(meaning) == set(known_keys()) - sections
+    assert not [key for key, said in meaning.items() if not re.search(r"\w", said)]
+
+
+def test_the_help_of_run_names_what_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.merging import RULES
+    from fedlens.training.algorithms import ALGORITHMS
+
+    with pytest.raises(SystemExit, match="0"):
+        parser().parse_args(["run", "--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*choices("experiment"), *choices("data"), *choices("model"), *STRATEGIES, *RULES, *ALGORITHMS} <= words
+
+
+def test_a_page_that_is_filled_when_it_is_built_says_so_in_the_repository() -> None:
+    for page in PAGES:
+        if "<!-- fedlens: " in page.read_text():
+            assert "make docs" in page.read_text(), page
+
+
 def test_figures_are_small_and_shown(site: Path) -> None:
     figures = list((ROOT / "docs" / "figures").iterdir())
     assert all(figure.stat().st_size < 150_000 for figure in figures)
@@ -155,7 +207,7 @@ def test_python_in_the_documentation_runs(name: str, tmp_path: Path, monkeypatch
 
     known = set(STRATEGIES), set(RULES)
     monkeypatch.chdir(tmp_path)
-    (page,) = (page for page in PAGES if page.stem == name)
+    (page,) = (page for page in [ROOT / "README.md", *PAGES] if page.stem == name)
     namespace: dict[str, object] = {"__name__": name}
     try:
         for text in fences(page, "python"):
@@ -172,6 +224,32 @@ def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
     plan = read_plan(str(tmp_path / "my-plan.yaml"), seeds=2)
     assert len(plan.runs) == 8
     assert len(wanted(plan)) == 1
+
+
+def test_the_plan_for_a_rule_of_one_s_own_knows_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.lens.masks import STRATEGIES
+
+    page = ROOT / "docs" / "howto" / "own-rule.md"
+    (text,) = fences(page, "yaml")
+    (tmp_path / "rules.yaml").write_text(text)
+    (mine,) = (text for text in fences(page, "python") if text.startswith("# mine.py"))
+    monkeypatch.setitem(STRATEGIES, "least_salient", STRATEGIES["random"])  # goes with the test
+    exec(compile(mine, str(page), "exec"), {"__name__": "mine"})
+    plan = read_plan(str(tmp_path / "rules.yaml"))
+    assert (len(plan.runs), len(plan.tunes)) == (9, 3)
+
+
+def test_the_version_to_cite_is_the_version_of_the_code() -> None:
+    from fedlens import __version__
+
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{__version__}}}" in (ROOT / "README.md").read_text()
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+        assert targets and not [target for target in targets if not (ROOT / target).exists()]
 
 
 def test_the_tables_and_the_figure_of_the_results_are_those_of_the_runs() -> None:
