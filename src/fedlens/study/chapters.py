@@ -107,8 +107,8 @@ def drift(page: Page, story: Story) -> None:
     left = {split: mean(found, "drift_ratio") for split, found in runs.items()}
     page.text(
         "Over all rounds the mean keeps "
-        + listed([f"{100 * share:.0f} % of an update's length ({split})" for split, share in left.items()])
-        + f"; of unrelated directions it would keep {100 / sqrt(count):.0f} %. A federation that draws only some of many clients shows less of this: those "
+        + listed([f"{100 * share:.0f} % ({split})" for split, share in left.items()])
+        + f" of an update's length; of unrelated directions it would keep {100 / sqrt(count):.0f} %. A federation that draws only some of many clients shows less of this: those "
         "drawn do not make up all classes, so that their updates look unrelated rather than opposed, and each round pulls towards the classes that it drew."
     )
     rows: Rows = [["ridge head only", 100 * ridge["test_accuracy"], f"{ridge['test_loss']:.3f}", "", ""]]

@@ -1,4 +1,4 @@
-"""Centralised fine-tuning: one loop, top to bottom. It is the ceiling that federated runs are compared with.
+"""Centralised fine-tuning: one loop, top to bottom. It is the dense reference that federated runs are compared with.
 
 The batches of epoch e and their augmentation are functions of (seed, e) alone, so a run that goes on from step s sees what it
 would have seen: resuming is exact by construction. The test set is read once, at the end, with the model that validation chose.
