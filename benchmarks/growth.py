@@ -19,7 +19,7 @@ import torch
 
 from fedlens.composing import compose
 from fedlens.data.partition import partition
-from fedlens.engine import choose_engine
+from fedlens.engine.choose import choose_engine
 from fedlens.engine.work import plan_round, sample_cohort
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.space import ParamSpace

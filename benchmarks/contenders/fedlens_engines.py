@@ -8,7 +8,7 @@ from contenders.common import BATCH, LR, MOMENTUM, PARTICIPATION, SEED, STEPS, C
 from fedlens.config import Config
 from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import Split
-from fedlens.engine import choose_engine
+from fedlens.engine.choose import choose_engine
 from fedlens.engine.ranks import Ranks
 from fedlens.engine.work import plan_round, sample_cohort
 from fedlens.lens.diagnostics import RoundSums

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlens.data.partition import Index
-from fedlens.engine import choose_engine
+from fedlens.engine.choose import choose_engine
 from fedlens.engine.ranks import Ranks
 from fedlens.engine.work import Engine, Offsets, Update, cohort_size, plan_round
 from fedlens.lens.masks import Mask
