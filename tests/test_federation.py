@@ -3,11 +3,19 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
+import signal
+import socket
 import stat
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +24,16 @@ import torch
 from conftest import FAST, SMALL_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from safetensors.torch import save
 from torch import Tensor
 
 import fedlens as fl
-from fedlens.composing import compose, to_yaml
+from fedlens.composing import compose, to_config, to_yaml
+from fedlens.engine.flower import wire as on_the_wire
+from fedlens.engine.flower import worker
 from fedlens.engine.flower.federation import Federation
-from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, local_config
+from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, local_config, mean_update
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
@@ -566,6 +577,7 @@ def test_a_site_answers_nonsense_in_one_line(operation: str, facts: dict[str, An
 
 def test_operations_are_those_that_are_documented() -> None:
     assert set(OPERATIONS) == {"hello", "ridge", "sensitivity", "update", "fisher"}
+    assert tuple(OPERATIONS) == on_the_wire.OPERATIONS
 
 
 # --- the wire --------------------------------------------------------------------------------------------------------
@@ -685,6 +697,202 @@ def test_new_keys_at_rest_leave_a_run_its_name() -> None:
 def test_settings_that_make_no_sense(options: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
         compose([*BASE, *options])
+
+
+# --- a site's worker -------------------------------------------------------------------------------------------------
+
+Message = tuple[str, Parcel]
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> list[Message]:
+    """What a server asks of site 0 in a run that has every operation."""
+    wire = Wire()
+    options = [*SPARSE, "server.merge=fisher", "server.fisher_samples=4", "federated.rounds=2", "federated.participation=1"]
+    federate(tmp_path_factory.mktemp("talk"), wire, *options)
+    found = [(operation, parcel) for operation, site, parcel, _ in wire.asked if site == 70]
+    assert {operation for operation, _ in found} == set(OPERATIONS)
+    return found
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.Keeper]:
+    """A worker as a SuperNode has it, in a process of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with worker.kept() as found:
+        yield found
+
+
+def first(talk: list[Message], wanted: str) -> Parcel:
+    return next(parcel for operation, parcel in talk if operation == wanted)
+
+
+def as_bytes(reply: Parcel) -> tuple[str, bytes]:
+    return reply.told, reply.tensors
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Place:
+    """Site 0, with data that can be taken from it."""
+    shutil.copytree(SMALL_DATA, tmp_path / "data")
+    return Place(0, SITES, overrides=(f"data.root={tmp_path / 'data'}",))
+
+
+def test_a_worker_answers_to_the_byte_what_the_process_itself_would_and_keeps_what_it_has_read(
+    talk: list[Message], keeper: worker.Keeper, site: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine: dict[str, bytes] = {}
+    here = []
+    for operation, parcel in talk:
+        here.append((as_bytes(answer(operation, parcel, site, mine)), dict(mine)))
+    mean = mean_update(first(talk, "update"), site, mine)
+    process, theirs = keeper.process.pid, dict[str, bytes]()
+    for at, (operation, parcel) in enumerate(talk):
+        assert (as_bytes(worker.ask(operation, parcel, site, theirs)), theirs) == here[at], operation
+        if operation == "hello":
+            shutil.rmtree(tmp_path / "data")  # whoever reads it again has nothing to read
+    assert set(theirs) == {"setup"}
+    assert as_bytes(worker.ask(worker.MEAN, first(talk, "update"), site, theirs)) == as_bytes(mean)
+    assert keeper.process.pid == process and keeper.process.poll() is None and not caplog.records
+    assert "data.root" in worker.ask("hello", first(talk, "hello"), site, theirs).facts["error"]  # a run that begins sees what is there
+
+
+def test_the_mean_of_a_sites_clients_is_by_samples_and_cut_off(talk: list[Message], site: Place) -> None:
+    asked, memory = first(talk, "update"), dict[str, bytes]()
+    each = answer("update", asked, site, memory).tensors_as_they_are()
+    weights = each["notes"][:, 1] / each["notes"][:, 1].sum()
+    whole = (each["deltas"].double() * weights[:, None]).sum(0)
+    bound = float(whole.abs().median())
+    narrow = to_yaml(to_config(OmegaConf.merge(OmegaConf.create(str(asked.facts["config"])), {"privacy": {"range": bound}})))
+    for config, wanted in ((asked.facts["config"], whole), (narrow, whole.clamp(-bound, bound))):
+        reply = mean_update(Parcel({**asked.facts, "config": config}, asked.tensors), site, memory)
+        assert torch.allclose(reply.tensors_as_they_are()["mean"].double(), wanted, rtol=1e-6, atol=1e-12)
+        assert (reply.facts["samples"], reply.facts["clients"]) == (int(each["notes"][:, 1].sum()), len(weights))
+    without = Parcel({**asked.facts, "sent": False}, Parcel.of({}, {"theta": fl_load(asked.tensors)["theta"]}).tensors)
+    assert mean_update(without, site, {}) == Parcel({"error": "head and mask are lacking"})
+    endless = fl_load(asked.tensors) | {"theta": torch.full_like(fl_load(asked.tensors)["theta"], float("inf"))}
+    assert mean_update(Parcel.of(asked.facts, endless), site, memory) == Parcel({"error": "the update is not finite"})
+
+
+def test_who_hangs_up_half_way_neither_stops_nor_holds_up_a_worker(
+    talk: list[Message], keeper: worker.Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
+    expected, process = as_bytes(answer("hello", asked, place, {})), keeper.process.pid
+    for spoil in (
+        b"",
+        b"\0\0",
+        worker.LENGTH.pack(10**15) + b"{",
+        worker.LENGTH.pack(4) + b"junk" + bytes(8),
+        worker.LENGTH.pack(2) + b"[]" + bytes(8),
+    ):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[worker.SITE])
+            connection.sendall(spoil)
+    with socket.socket(socket.AF_UNIX) as connection:  # a whole message, and nobody there for its answer
+        connection.connect(os.environ[worker.SITE])
+        worker.send(connection, {"operation": "hello", "facts": asked.facts, "place": asdict(place)}, b"", {})
+    assert as_bytes(worker.ask("hello", asked, place, {})) == expected
+    assert keeper.process.pid == process and keeper.process.poll() is None and not caplog.records
+
+
+def test_a_worker_that_is_killed_is_replaced_and_who_waits_for_it_gets_an_answer(
+    talk: list[Message], keeper: worker.Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, place, memory = first(talk, "update"), Place(0, SITES, overrides=HERE), dict[str, bytes]()
+    expected, process = as_bytes(worker.ask("update", asked, place, memory)), keeper.process.pid
+    again = Parcel({**asked.facts, "sent": False}, Parcel.of({}, {"theta": fl_load(asked.tensors)["theta"]}).tensors)
+    os.kill(process, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker.ask, "update", again, place, memory)  # head and mask are remembered by who asks
+        os.kill(process, signal.SIGKILL)
+        assert as_bytes(waiting.result(120)) == expected
+    assert keeper.process.pid != process
+    assert [record.getMessage() for record in caplog.records] == [f"the site's worker {process} has ended (-9); another is started"]
+
+
+def test_what_nobody_expected_is_told_and_the_worker_replaced(talk: list[Message], keeper: worker.Keeper) -> None:
+    asked, place, memory = first(talk, "update"), Place(0, SITES, overrides=HERE), dict[str, bytes]()
+    process = keeper.process.pid
+    with pytest.raises(RuntimeError, match=r"^ValueError: could not convert string to float: 'fast'$"):
+        worker.ask("update", Parcel({**asked.facts, "lr": "fast"}, asked.tensors), place, memory)
+    assert set(memory) == {"setup"}
+    assert as_bytes(worker.ask("update", asked, place, memory)) == as_bytes(answer("update", asked, place, {}))
+    assert keeper.process.pid != process
+
+
+def test_a_worker_that_ends_on_the_way_leaves_the_message_to_who_asked(
+    talk: list[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
+
+    def take_and_leave() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            worker.receive(connection)
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        listener.bind(f"{folder}/site")
+        listener.listen()
+        monkeypatch.setenv(worker.SITE, f"{folder}/site")
+        gone = pool.submit(take_and_leave)
+        assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))
+        gone.result(60)
+    assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))  # nobody there at all
+    assert [f"process {os.getpid()} answers hello" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_a_worker_that_cannot_start_holds_nobody_up(talk: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
+    monkeypatch.setattr(worker, "PAUSE", 0.05)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with worker.kept():
+        assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))
+
+
+def test_what_is_remembered_goes_to_the_worker_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def do(operation: str, asked: Parcel, place: Place, memory: dict[str, bytes]) -> Parcel:
+        seen.append((operation, asked, place, dict(memory)))
+        memory |= {"new": b"1" * 3 * worker.PART, "changed": b""}
+        del memory["old"]
+        if operation == "fails":
+            raise ZeroDivisionError
+        return Parcel({"ä": [1.5, None]}, b"\0")
+
+    monkeypatch.setattr(worker, "do", do)
+    place = Place(1, 3, True, ("data.root=/my data",))
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        listener.bind(f"{folder}/site")
+        listener.listen()
+        monkeypatch.setenv(worker.SITE, f"{folder}/site")
+        served = pool.submit(worker.serve, listener)
+        for operation in ("works", "fails"):
+            memory = {"old": b"1", "changed": b"2", "same": b"3"}
+            with pytest.raises(RuntimeError, match="ZeroDivisionError") if operation == "fails" else nullcontext():
+                assert worker.ask(operation, Parcel({"n": 1}, b"t"), place, memory) == Parcel({"ä": [1.5, None]}, b"\0")
+            assert memory == {"changed": b"", "same": b"3", "new": b"1" * 3 * worker.PART}
+            assert seen.pop() == (operation, Parcel({"n": 1}, b"t"), place, {"old": b"1", "changed": b"2", "same": b"3"})
+        served.result(60)  # nothing more is asked of it
+
+
+def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
+    script = "import os, time; from fedlens.engine.flower import worker\nwith worker.kept(): print(os.environ[worker.SITE], flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        where = Path(parent.stdout.readline().strip())
+        assert stat.S_IMODE(where.parent.stat().st_mode) == 0o700 and where.is_socket()
+        parent.kill()
+        assert parent.stdout.read() == ""
+    until = time.monotonic() + 60
+    while where.parent.exists():
+        assert time.monotonic() < until
+
+
+def test_the_process_beside_flowers_supernode_does_without_torch() -> None:
+    script = "import sys, fedlens.engine.flower.programs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 # --- the server's door -----------------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ def deployment(folder: Path, sites: int, overrides: Sequence[str]) -> Iterator[D
                 process.wait(15)
             if process.poll() is None:
                 found.kill(name)
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 class Counted:
@@ -204,6 +206,28 @@ def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: di
         assert run.summary["bytes_down"] <= relay.down <= 1.05 * run.summary["bytes_down"] + 10**6
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_all_messages_of_a_site_are_answered_by_one_process(deployed: dict[str, tuple[Run, Run, Run, Counted]], name: str) -> None:
+    *_, apart, _ = deployed[name]
+    for k in range(3):
+        log = (apart.path.parent / f"site{k}.log").read_text()
+        asked = re.findall(r"Receiving: \w+\.(\w+) message", log)
+        answered = re.findall(r"worker (\d+) answered (\w+) in", log)
+        assert [operation for _, operation in answered] == asked and asked.count("update") == 5, log[-3000:]
+        assert len({process for process, _ in answered}) == 1
+
+
+def test_the_process_that_flower_starts_for_a_message_does_without_torch() -> None:
+    script = "import sys, fedlens.engine.flower.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_federations_made_before_find_their_client_app() -> None:
+    from fedlens.engine.flower import apps, client
+
+    assert apps.client_app is client.client_app
+
+
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
@@ -259,19 +283,18 @@ def test_a_server_killed_between_rounds_ends_with_the_parameters_of_a_run_that_w
 
 EVIL = '''
 """A site that does as its node's configuration says."""
-import torch
-from fedlens.engine.flower import apps, node
-from fedlens.engine.flower.apps import client_app as app
+from fedlens.engine.flower import client
+from fedlens.engine.flower.client import client_app as app
 from fedlens.engine.flower.wire import Parcel
 from safetensors.torch import load
 
-honest, place_of, evil = apps.answer, apps.place_of, {}
+honest, place_of, evil = client.ask, client.place_of, {}
 
 def remember(context):
     evil["now"] = str(context.node_config.get("evil", ""))
     return place_of(context)
 
-def answer(operation, asked, place, memory):
+def ask(operation, asked, place, memory):
     reply = honest(operation, asked, place, memory)
     if operation != "update" or not evil["now"]:
         return reply
@@ -286,7 +309,7 @@ def answer(operation, asked, place, memory):
         return Parcel({}, b"\\x80\\x04garbage" * 1000)
     return Parcel.of({}, found)
 
-apps.place_of, apps.answer = remember, answer
+client.place_of, client.ask = remember, ask
 __all__ = ["app"]
 '''
 
@@ -299,9 +322,11 @@ def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
         for k, kind in enumerate(kinds):
             command = client_options(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
             command[command.index("--node-config") + 1] += f' evil="{kind}"' if kind else ""
-            d.start(f"site{k}", ["flower-supernode", *command], env=environment(d.folder / "sites" / str(k) / "flwr"))
+            own = [sys.executable, "-m", "fedlens.engine.flower.programs", "supernode", *command]
+            d.start(f"site{k}", own, env=environment(d.folder / "sites" / str(k) / "flwr"), stdin=subprocess.PIPE)
         d.server()
         run = d.finished()
+        assert all(re.search(r"worker \d+ answered update", d.log(f"site{k}")) for k in range(6))
     assert [line["clients"] for line in run.metrics] == [2, 2]
     assert run.summary["nonfinite"] == 2 and run.summary["refused"] == 6 and run.summary["dropped"] == 0
     log = (run.path / "log.txt").read_text()
@@ -606,9 +631,16 @@ def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path
     with deployment(tmp_path / "f", 3, [*options, "privacy.secure_aggregation=true", "privacy.range=0.05"]) as d:
         d.server("--simulate")
         run = d.finished()
+        for k in range(3):
+            d.site(k)
+        d.server(f"run.dir={tmp_path / 'apart'}")
+        d.finished()
+        apart = fl.load_run(tmp_path / "apart")
+        assert [len(re.findall(r"worker \d+ answered mean", d.log(f"site{k}"))) for k in range(3)] == [2, 2, 2]
     moved = here.task_vector()
-    assert float((run.task_vector() - moved).norm()) < 1e-3 * float(moved.norm()) > 0
-    assert [line["clients"] for line in run.metrics] == [5, 5]
+    for found in (run, apart):
+        assert float((found.task_vector() - moved).norm()) < 1e-3 * float(moved.norm()) > 0
+        assert [line["clients"] for line in found.metrics] == [5, 5]
     assert not {"cosine", "sign_conflict", "client_norm", "drift_ratio"} & set(run.metrics[0])
     assert run.metrics[1]["train_loss"] == pytest.approx(here.metrics[1]["train_loss"], rel=1e-3)
     vectors = 2 * 3 * 8 * run.summary["trainable_parameters"]  # eight bytes a number, one vector a site and round

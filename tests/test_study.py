@@ -967,7 +967,7 @@ def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monke
     assert [environment_of(place, 3)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [environment_of(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == ["0", "1"]
-    script = "import time; from fedlens.study.processes import end_with_parent; end_with_parent(); time.sleep(60)"
+    script = "import time; from fedlens.tied import end_with_parent; end_with_parent(); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()

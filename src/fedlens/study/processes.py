@@ -48,11 +48,6 @@ def environment_of(place: int, jobs: int) -> dict[str, str]:
     return found
 
 
-def end_with_parent() -> None:
-    """For a child whose stdin is a pipe from its parent: when that is closed, however the parent ended, so is this process."""
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-
-
 class Worker:
     """A process that stays for one task after another, so that what it has imported and compiled serves them all; it starts with the first.
 

@@ -1,7 +1,4 @@
-"""Flower's two apps. All that is Flower's is here: messages, nodes, contexts. Simulation and deployment runtime see the same apps.
-
-A message carries facts (JSON) and tensors (safetensors bytes, as one uint8 array); its type names the operation.
-"""
+"""Flower's ServerApp, and by the name that older federations know it the ClientApp. Simulation and deployment runtime see the same apps."""
 
 import logging
 import os
@@ -9,54 +6,30 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key, load_ssh_public_key
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.client.mod import secaggplus_mod
-from flwr.clientapp import ClientApp
+from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedlens.composing import compose
+from fedlens.engine.flower.client import client_app
 from fedlens.engine.flower.federation import Federation
-from fedlens.engine.flower.node import OPERATIONS, Place, answer
 from fedlens.engine.flower.programs import TIED
-from fedlens.engine.flower.secure import Counted, content_size, secure_mean, site_answer
+from fedlens.engine.flower.records import from_record, to_record
+from fedlens.engine.flower.secure import Counted, content_size, secure_mean
 from fedlens.engine.flower.wire import Failure, Parcel, Refused
 from fedlens.engine.work import Update
-from fedlens.errors import UserError, first_line
+from fedlens.errors import UserError
 from fedlens.runs.store import take_lock
 from fedlens.training.execute import execute
 from fedlens.training.site import Traffic
 
 POLL = 0.5  # seconds between looks for answers
 PATIENCE = 60.0  # seconds for a predecessor to end
-FACTS, TENSORS, MEMORY = "facts", "tensors", "memory"
 log = logging.getLogger("fedlens")
-
-
-def to_record(parcel: Parcel) -> RecordDict:
-    found = RecordDict({FACTS: ConfigRecord({FACTS: parcel.told})})
-    if parcel.tensors:
-        found[TENSORS] = ArrayRecord({TENSORS: _array(parcel.tensors)})
-    return found
-
-
-def from_record(record: RecordDict) -> Parcel:
-    """A message's content as a parcel; anything of another form is refused."""
-    facts = record.get(FACTS)
-    told = facts.get(FACTS) if isinstance(facts, ConfigRecord) else None
-    tensors = record.get(TENSORS)
-    if tensors is None:
-        return Parcel.read(told, b"")
-    array = tensors.get(TENSORS) if isinstance(tensors, ArrayRecord) else None
-    return Parcel.read(told, array.data if array is not None else None)
-
-
-def _array(data: bytes) -> Array:
-    return Array("uint8", (len(data),), "safetensors", data)
 
 
 class GridCourier:
@@ -187,65 +160,4 @@ def _log_to_screen() -> None:
     log.setLevel(logging.INFO)
 
 
-# --- a site ----------------------------------------------------------------------------------------------------------
-
-client_app = ClientApp(mods=[secaggplus_mod])  # looks at messages of type `train` alone, which only secure aggregation sends
-
-
-class Memory(MutableMapping[str, bytes]):
-    """What a site keeps between messages: Flower's own state of a node, which lives as long as its SuperNode."""
-
-    def __init__(self, state: RecordDict) -> None:
-        self.state = state
-
-    def _name(self, key: str) -> str:
-        return f"{MEMORY}.{key}"
-
-    def __getitem__(self, key: str) -> bytes:
-        record = self.state[self._name(key)]
-        assert isinstance(record, ArrayRecord)
-        return bytes(record[key].data)
-
-    def __setitem__(self, key: str, value: bytes) -> None:
-        self.state[self._name(key)] = ArrayRecord({key: _array(value)})
-
-    def __delitem__(self, key: str) -> None:
-        del self.state[self._name(key)]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(f"{MEMORY}.") for name in self.state if name.startswith(f"{MEMORY}."))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def place_of(context: Context) -> Place:
-    """Flower's partition-id and num-partitions, as its simulation sets them; `own-data` and `overrides` are a site's own."""
-    known = context.node_config
-    try:
-        number, of = int(known["partition-id"]), int(known["num-partitions"])
-    except (KeyError, ValueError, TypeError):
-        raise UserError("--node-config: a site needs partition-id and num-partitions, whole numbers") from None
-    if not 0 <= number < of:
-        raise UserError(f"--node-config: partition-id={number} given, allowed is 0 to {of - 1}")
-    return Place(number, of, bool(known.get("own-data", False)), tuple(shlex.split(str(known.get("overrides", "")))))
-
-
-def _answering(operation: str) -> Callable[[Message, Context], Message]:
-    def reply(message: Message, context: Context) -> Message:
-        try:
-            found = answer(operation, from_record(message.content), place_of(context), Memory(context.state))
-        except (Refused, UserError) as error:
-            found = Parcel({"error": first_line(error)})
-        return Message(to_record(found), reply_to=message)
-
-    return reply
-
-
-for _operation in OPERATIONS:
-    (client_app.query if _operation == "hello" else client_app.train)(_operation)(_answering(_operation))
-
-
-@client_app.train()  # type: ignore[untyped-decorator]
-def train_in_secret(message: Message, context: Context) -> Message:
-    return site_answer(message, place_of(context), Memory(context.state))
+__all__ = ["GridCourier", "client_app", "server_app"]

@@ -52,7 +52,7 @@ overrides = {overrides}
 run-dir = {run}
 keys = ""
 """
-MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.apps import {name} as app\n\n__all__ = ["app"]\n'
+MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.{module} import {name} as app\n\n__all__ = ["app"]\n'
 CONNECTION = "federation"
 STARTS_WITHIN = 60.0  # seconds that SuperLink may take
 PATIENCE = 180.0  # seconds that a site goes on trying where it is not let in
@@ -80,8 +80,8 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) ->
     run = str((folder / "run").resolve())
     (folder / "app" / "pyproject.toml").write_text(APP.format(overrides=json.dumps(shlex.join(overrides)), run=json.dumps(run)))
     (package / "__init__.py").write_text("")
-    (package / "server_app.py").write_text(MODULE.format(what="The server.", name="server_app"))
-    (package / "client_app.py").write_text(MODULE.format(what="A site.", name="client_app"))
+    (package / "server_app.py").write_text(MODULE.format(what="The server.", module="apps", name="server_app"))
+    (package / "client_app.py").write_text(MODULE.format(what="A site.", module="client", name="client_app"))
     make_certificates(folder / "server", list(dict.fromkeys([host, "localhost", "127.0.0.1"])))
     (folder / "server" / "address").write_text(f"{host}:{port}\n")
     for k in range(sites):

@@ -1,4 +1,4 @@
-"""A site's side of the conversation: what a SuperNode answers. Knows nothing of Flower; apps.py hands it parcels.
+"""A site's side of the conversation: what a SuperNode answers. Knows nothing of Flower; worker.py hands it parcels.
 
 A site computes with the same code as the simulation: `Site` in training/site.py, for the clients whose data is here. It takes from the
 server how to train, and from its own machine where data, weights and device are: those keys in a server's configuration are not looked at.
@@ -22,7 +22,7 @@ from fedlens.config import Config
 from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
 from fedlens.data.folder import load_folder
 from fedlens.data.partition import Index
-from fedlens.engine.flower.wire import Expected, Parcel, Refused, upper
+from fedlens.engine.flower.wire import Expected, Parcel, Place, Refused, upper
 from fedlens.errors import UserError, first_line
 from fedlens.lens.bitmap import unpack_bits
 from fedlens.lens.masks import Mask, eligible, of_kinds, softened
@@ -37,16 +37,6 @@ from fedlens.training.sparse import frozen, masked_space
 OWN = ("device", "data.name", "data.root", "model.weights", "train.compile", "train.precision")  # a site's to say
 SETUP = "setup"  # what a site keeps between messages: the frozen head and the mask
 Memory = MutableMapping[str, bytes]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which site this is. `own`: all its training data belongs to client `number`; else it holds the clients number, number + of, …"""
-
-    number: int
-    of: int
-    own: bool = False
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass
@@ -149,6 +139,28 @@ def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parce
         return Parcel({"error": first_line(error)})
     except KeyError as error:
         return Parcel({"error": f"the message lacks {error}"})
+
+
+def mean_update(asked: Parcel, place: Place, memory: Memory) -> Parcel:
+    """For secure aggregation: the training of this site's clients as one mean by samples, its entries cut off at privacy.range."""
+    reply = answer("update", asked, place, memory)
+    if not reply.tensors:
+        return Parcel({"error": str(reply.facts.get("error", "head and mask are lacking"))})
+    found = reply.tensors_as_they_are()
+    samples, losses = found["notes"][:, 1], found["notes"][:, 3]
+    total = samples.sum()
+    mean = (found["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
+    bound = local_config(str(asked.facts["config"]), place.overrides).privacy.range
+    mean = mean.clamp(-bound, bound)
+    if not bool(mean.isfinite().all()):
+        return Parcel({"error": "the update is not finite"})
+    told = {"samples": int(total), "loss": float((losses * samples).sum() / total), "clients": len(samples)}
+    return Parcel.of(told, {"mean": mean})
+
+
+def forget() -> None:
+    """Data and model are read again by the next message."""
+    _held.clear()
 
 
 def backbone_digest(bench: Bench) -> str:
@@ -292,4 +304,4 @@ OPERATIONS: dict[str, Callable[[Parcel, Site, Memory], Parcel]] = {
     operation.__name__: operation for operation in (hello, ridge, sensitivity, update, fisher)
 }
 
-__all__ = ["OPERATIONS", "Place", "answer", "backbone_digest", "local_config", "setup_shapes", "whole_space"]
+__all__ = ["OPERATIONS", "Place", "answer", "backbone_digest", "forget", "local_config", "mean_update", "setup_shapes", "whole_space"]

@@ -10,6 +10,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from fedlens.engine.flower.worker import kept
+from fedlens.tied import end_with_parent
+
 Scope = MutableMapping[str, Any]
 Handler = Callable[[Scope, Any, Any], Awaitable[None]]
 FOR_SITES = ("/v1/fleet/", "/health")
@@ -89,12 +92,11 @@ def superlink() -> None:
 def supernode() -> None:
     from flwr.supernode.cli import flower_supernode
 
-    flower_supernode()
+    with kept():
+        flower_supernode()
 
 
 def main() -> None:
-    from fedlens.study.processes import end_with_parent
-
     programs = {"superlink": superlink, "supernode": supernode}
     name = sys.argv.pop(1)
     sys.argv[0] = f"flower-{name}"

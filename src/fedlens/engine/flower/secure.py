@@ -3,50 +3,30 @@
 Sites agree on masks that cancel in the sum, so what a site uploads is noise to the server; shares of the masks' keys let the others make good
 for a site that drops out. The vectors are the k active coordinates: sparsity makes them short, the protocol makes every number eight bytes of an
 integer. A site adds its own clients up first. Entries beyond `privacy.range` are cut off by the site, the only bound that can hold for what nobody sees.
-
-Flower stretches keys into masks with a generator of 32 bits of state, which can be searched through; here AES-256 in counter mode does it, on both sides.
+This is the server's half; a site's is `mean_update` in node.py, and both stretch keys into masks as stretching.py does.
 """
 
-import hashlib
 import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import FitIns, FitRes, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
-from fedlens.engine.flower.node import Memory, Place, answer, local_config
-from fedlens.engine.flower.wire import Parcel, Refused
+from fedlens.engine.flower import stretching  # noqa: F401 - the masks of both halves
+from fedlens.engine.flower.wire import Parcel
 from fedlens.engine.work import Update
 
 FORM = "safetensors"
 log = logging.getLogger("fedlens")
-
-
-def masks_from(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray[Any, Any]]:
-    """Integers in [0, num_range), a power of two, that only who has the seed can tell from noise."""
-    counts = [int(np.prod(dimensions, dtype=np.int64)) for dimensions in dimensions_list]
-    key = hashlib.sha256(b"fedlens masks" + seed).digest()
-    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(bytes(4 * sum(counts)))
-    numbers = np.frombuffer(stream, dtype="<u4").astype(np.int64) & (num_range - 1)
-    parts = np.split(numbers, np.cumsum(counts)[:-1])
-    return [part.reshape(dimensions) for part, dimensions in zip(parts, dimensions_list, strict=True)]
-
-
-for _place in ("flwr.client.mod.secure_aggregation.secaggplus_mod", "flwr.server.workflow.secure_aggregation.secaggplus_workflow"):
-    _module = import_module(_place)  # by name: one of them is hidden behind a function of the same name
-    assert callable(_module.pseudo_rand_gen)
-    _module.pseudo_rand_gen = masks_from  # type: ignore[attr-defined]
 
 
 class _Site:
@@ -156,24 +136,3 @@ def secure_mean(
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
     return Update(-1, strategy.samples, 1, delta, torch.tensor(strategy.loss), strategy.clients)
-
-
-def site_answer(message: Message, place: Place, memory: Memory) -> Message:
-    """The training of this site's clients, as one mean by samples. What goes wrong is raised: to the others the site has then dropped out."""
-    asked = compat.recorddict_to_fitins(message.content, keep_input=True)
-    (blob,) = asked.parameters.tensors
-    asked_parcel = Parcel.read(asked.config.get("facts"), bytes(blob))
-    reply = answer("update", asked_parcel, place, memory)
-    if not reply.tensors:
-        raise Refused(str(reply.facts.get("error", "head and mask are lacking")))
-    found = reply.tensors_as_they_are()
-    samples, losses = found["notes"][:, 1], found["notes"][:, 3]
-    total = samples.sum()
-    mean = (found["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
-    bound = local_config(str(asked_parcel.facts["config"]), place.overrides).privacy.range
-    mean = mean.clamp(-bound, bound)
-    if not bool(mean.isfinite().all()):
-        raise Refused("the update is not finite")
-    metrics = {"loss": float((losses * samples).sum() / total), "clients": len(samples)}
-    answered = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([mean.numpy()]), int(total), metrics)
-    return Message(compat.fitres_to_recorddict(answered, keep_input=False), reply_to=message)

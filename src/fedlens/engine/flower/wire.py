@@ -1,19 +1,24 @@
-"""What travels between server and sites: facts as JSON, tensors as safetensors bytes. Nothing that arrives is trusted, nothing is unpickled."""
+"""What travels between server and sites: facts as JSON, tensors as safetensors bytes. Nothing that arrives is trusted, nothing is unpickled.
+
+torch is imported where tensors are looked into: the process that Flower starts for every message hands parcels on unopened.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
 
 from fedlens.errors import first_line
 
-Expected = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Expected = Mapping[str, tuple["torch.dtype", tuple[int, ...]]]
+OPERATIONS = ("hello", "ridge", "sensitivity", "update", "fisher")  # what a server may ask of a site: functions in node.py
 LIMIT = 2**20  # bytes of facts
 
 
@@ -39,6 +44,16 @@ class Silence(Failure):
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which site this is. `own`: all its training data belongs to client `number`; else it holds the clients number, number + of, …"""
+
+    number: int
+    of: int
+    own: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Parcel:
     """One message's content."""
 
@@ -46,7 +61,9 @@ class Parcel:
     tensors: bytes = b""
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> "Parcel":
+    def of(cls, facts: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> "Parcel":
+        from safetensors.torch import save
+
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in (tensors or {}).items()}
         return cls(facts, save(kept) if kept else b"")
 
@@ -74,12 +91,16 @@ class Parcel:
             raise Refused("its facts are not a JSON object")
         return cls(facts, tensors)
 
-    def tensors_as_they_are(self) -> dict[str, Tensor]:
+    def tensors_as_they_are(self) -> "dict[str, Tensor]":
         """Of a parcel that was made here."""
+        from safetensors.torch import load
+
         return load(self.tensors)
 
-    def unpack(self, expected: Expected) -> dict[str, Tensor]:
+    def unpack(self, expected: Expected) -> "dict[str, Tensor]":
         """Exactly these tensors, of these types and shapes; anything else is refused."""
+        from safetensors.torch import load
+
         bound = sum(_bytes(dtype, shape) for dtype, shape in expected.values()) + 256 * (len(expected) + 1)
         if len(self.tensors) > bound:
             raise Refused(f"it has {len(self.tensors):,} bytes where {bound:,} are the most")
@@ -99,17 +120,21 @@ class Parcel:
         return found
 
 
-def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * torch.empty((), dtype=dtype).element_size()
+def _bytes(dtype: "torch.dtype", shape: tuple[int, ...]) -> int:
+    return prod(shape) * dtype.itemsize
 
 
-def upper(symmetric: Tensor) -> Tensor:
+def upper(symmetric: "Tensor") -> "Tensor":
     """[d, d] -> its upper triangle [d·(d+1)/2]: the rest is the same numbers."""
+    import torch
+
     row, column = torch.triu_indices(len(symmetric), len(symmetric))
     return symmetric.cpu()[row, column]
 
 
-def from_upper(values: Tensor, size: int) -> Tensor:
+def from_upper(values: "Tensor", size: int) -> "Tensor":
+    import torch
+
     row, column = torch.triu_indices(size, size)
     whole = torch.zeros(size, size, dtype=values.dtype)
     whole[row, column] = values
