@@ -104,12 +104,14 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Flower's settings in a folder of its own; it neither installs packages nor calls home unless the user has said so."""
+    """Flower's settings in a folder of its own; it neither installs packages nor calls home unless the user has said so, and starts what is to be done at once."""
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
+    prompt = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}  # seconds between SuperExec's looks for messages; Flower's own is one
     home.mkdir(parents=True, exist_ok=True)
     programs = str(Path(sys.executable).parent)
     return {
         **quiet,
+        **prompt,
         **os.environ,
         "FLWR_HOME": str(home.resolve()),
         TIED: "1",
