@@ -173,6 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     with socket.socket(fileno=int(descriptor)) as listener:
         import fedlens.engine.flower.node  # noqa: F401 - what takes long, before anybody waits
 
+        gc.freeze()  # what was imported is never garbage: looking for some between messages passes over it
         os.write(ready, b"ready\n")
         serve(listener)
     return FAILED
