@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedlens.study.figures import MARKERS, PALETTE
@@ -127,9 +128,14 @@ def _ordered(panels: Sequence[Panel], labels: Sequence[str]) -> list[str]:
 
 
 def names_abreast(width: float, labels: Sequence[str]) -> int:
-    """How many entries of a legend stand beside each other: as many as fit, and as many in each row."""
-    fit = max(1, min(len(labels), int(width / (0.45 + text_width(labels)))))
-    return -(-len(labels) // -(-len(labels) // fit))
+    """In how many columns the entries of a legend stand: as many as fit, each as wide as its own, and as many entries in each row."""
+    font = FontProperties(family=FONT, size=STYLE["legend.fontsize"])
+    wide = [0.45 + TextPath((0, 0), clean(label), prop=font).get_extents().width / 72 for label in labels]  # inches, with line and gap
+    for rows in range(1, len(labels)):
+        columns = -(-len(labels) // rows)
+        if sum(max(part) for part in np.array_split(wide, columns)) <= width:  # matplotlib fills them so, from the left
+            return columns
+    return 1
 
 
 def text_width(labels: Sequence[str]) -> float:
