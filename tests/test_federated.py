@@ -355,9 +355,7 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
     assert len(data.train) == 600
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))
     model = create_model("tiny", 10, weights="pretrained", image_size=28)
-    for p in model.head.parameters():  # type: ignore[union-attr]
-        p.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     F.cross_entropy(model((data.train.images.float() / 255 - mean) / std), data.train.labels).backward()
     optimizer.step()
     for name, tensor in model.state_dict().items():
