@@ -6,7 +6,7 @@ The public API, loaded on first use so that `import fedlens` is immediate.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {  # public name -> where it lives
     "load_dataset": "fedlens.data.dataset",
