@@ -123,7 +123,9 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
         folder = None
         if ranks.first:
             keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
-            stack.enter_context(_nothing_half_written(path, go_on))
+            stack.enter_context(
+                _nothing_half_written(path, go_on or clients is not None)
+            )  # of a federation its log says which site was silent
             folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
             stack.enter_context(folder)
             log.info("run %s", path)
