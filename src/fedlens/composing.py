@@ -13,6 +13,7 @@ from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -84,12 +85,16 @@ def compose(overrides: Sequence[str]) -> Config:
         values = OverridesParser.create().parse_overrides([text for text in wanted if text not in groups])
         if any(value.is_sweep_override() or value.is_hydra_override() for value in values):
             return to_config(_by_hydra(tuple(wanted)))  # which says what is wrong with it
-        composed = copy.deepcopy(_by_hydra(groups))
-        for value in values:
-            OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
-        return to_config(composed)
+        return _on_top(copy.deepcopy(_by_hydra(groups)), values)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"override: {_what_failed(error, wanted)}") from None
+
+
+def _on_top(composed: DictConfig, values: Sequence[Override]) -> Config:
+    """The configuration with these single values, as Hydra sets them."""
+    for value in values:
+        OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
+    return to_config(composed)
 
 
 @cache
@@ -139,10 +144,7 @@ def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         values = OverridesParser.create().parse_overrides(wanted)
         if sweep := next((value for value in values if value.is_sweep_override()), None):
             raise UserError(f"override: {sweep.input_line!r} given, allowed is one value")
-        whole = OmegaConf.merge(_schema(), saved)
-        for value in values:
-            OmegaConf.update(whole, str(value.key_or_group), value.value(), merge=True)
-        return to_config(whole)  # type: ignore[arg-type]
+        return _on_top(OmegaConf.merge(_schema(), saved), values)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
 

@@ -38,9 +38,7 @@ class ModelConfig:
     dropout: float = 0.0  # on the features, before the head
     freeze_blocks: int = 0  # the embedding and so many blocks from below stay as they are
     freeze_backbone: bool = False  # only the head trains
-    freeze_head: bool | None = (
-        None  # null: frozen once something has fitted it (head=ridge, or a checkpoint that brings one), unless nothing else trains
-    )
+    freeze_head: bool | None = None  # null: where head=ridge or a checkpoint has fitted it, unless nothing else trains
 
 
 @dataclass
