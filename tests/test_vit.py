@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from fedlens.errors import UserError
 from fedlens.models import create_model
-from fedlens.models.vit import ViT, ViTShape, resize_positions
+from fedlens.models.vit import ViT, ViTShape, attend, resize_positions
 
 SMALL = ViTShape(patch=4, dim=24, depth=3, heads=3, image_size=16, layer_scale=True)
 
@@ -60,6 +60,17 @@ def test_gradients_equal_those_of_the_textbook_computation() -> None:
     theirs = torch.autograd.grad(F.cross_entropy(plain_forward(leaves, images, SMALL), torch.tensor([0, 1, 2])), list(leaves.values()))
     for (name, _), a, b in zip(model.named_parameters(), ours, theirs, strict=True):
         assert torch.allclose(a, b, atol=1e-10), name
+
+
+def test_attention_in_half_precision_on_a_cpu_equals_torchs_own() -> None:
+    halves = [torch.randn(2, 3, 7, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    exact = [t.detach().double().requires_grad_() for t in halves]
+    toward = torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    ours, theirs = attend(*halves), F.scaled_dot_product_attention(*exact)
+    assert ours.dtype == torch.bfloat16 and torch.allclose(ours.double(), theirs, atol=0.02)
+    assert "attention" not in str(ours.grad_fn).lower()  # torch's own takes six times as long there
+    for half, full in zip(torch.autograd.grad(ours, halves, toward.to(ours.dtype)), torch.autograd.grad(theirs, exact, toward), strict=True):
+        assert torch.allclose(half.double(), full, atol=0.05)
 
 
 @pytest.mark.parametrize("size", [16, 24])
