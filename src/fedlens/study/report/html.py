@@ -205,6 +205,8 @@ def _stat(found: Summary | None, scale: float, digits: int = 2) -> Cell:
     if found is None:
         return NONE
     mean, sd, low, high = (None if v is None else f"{scale * v:z.{digits}f}" for v in (found.mean, found.sd, found.low, found.high))
+    if not found.sd:  # one run, or runs that are all alike: no spread to speak of
+        sd = low = None
     return Cell(mean + (f" ± {sd}" if sd else "") if mean else "–", (f"[{low}, {high}], " if low else "") + f"n = {found.n}", found.mean)
 
 
