@@ -69,7 +69,9 @@ def test_attention_in_half_precision_on_a_cpu_equals_torchs_own() -> None:
     ours, theirs = attend(*halves), F.scaled_dot_product_attention(*exact)
     assert ours.dtype == torch.bfloat16 and torch.allclose(ours.double(), theirs, atol=0.02)
     assert "attention" not in str(ours.grad_fn).lower()  # torch's own takes six times as long there
-    for half, full in zip(torch.autograd.grad(ours, halves, toward.to(ours.dtype)), torch.autograd.grad(theirs, exact, toward), strict=True):
+    for half, full in zip(
+        torch.autograd.grad(ours, halves, toward.to(ours.dtype)), torch.autograd.grad(theirs, exact, toward), strict=True
+    ):
         assert torch.allclose(half.double(), full, atol=0.05)
 
 

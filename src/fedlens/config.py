@@ -310,6 +310,8 @@ def validate(config: Config) -> Config:
         raise UserError(
             f"federated.exclude, federated.idle: all {config.federated.clients} clients given, allowed is to leave one that trains"
         )
+    if config.federated.target_accuracy is not None and config.data.val_fraction == 0:
+        raise UserError("federated.target_accuracy: it is reached on a validation set, but data.val_fraction is 0")
     if config.server.alphas and config.server.optimizer != "sgd":
         raise UserError(f"server.alphas: α is chosen for server.optimizer=sgd only, {config.server.optimizer!r} given")
     if config.server.alphas and config.data.val_fraction == 0:

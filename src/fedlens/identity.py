@@ -3,12 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from fedlens.config import Config
+from fedlens.runs.store import MODEL_FILE, START_FILE
 
 LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
     ("mask", "without", []),
@@ -31,7 +33,7 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     if data.get("name") != "folder":  # a folder of images is known by where it is
         data.pop("root", None)
     if model.get("weights"):
-        model["weights"] = Path(model["weights"]).name
+        model["weights"] = _weights(str(model["weights"]))
     if model.get("freeze_head", False) is None and plain.get("head") == "ridge":  # runs were kept when this was said, not decided
         model["freeze_head"] = not model.get("freeze_backbone")
     for section, key, neutral in LATER:
@@ -41,6 +43,24 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     if set(plain.get("privacy") or {}) <= {"delta", "range"}:  # nothing is asked for
         plain.pop("privacy", None)
     return plain
+
+
+def _weights(given: str) -> str:
+    """A file of weights is known by its name, wherever it lies; what runs write has one name for all of them, so there what it holds decides."""
+    path = Path(given)
+    if path.name not in (MODEL_FILE, START_FILE):
+        return path.name
+    try:
+        found = path.stat()
+    except OSError:
+        return path.name
+    return f"{path.name} {_digest(path.resolve(), found.st_mtime_ns, found.st_size)}"
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path, _changed: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def identity(config: Config) -> str:

@@ -101,7 +101,7 @@ class Cohort:
             awake = (steps > j).to(moving.dtype).unsqueeze(1) if uneven else None
             moving, velocity = self._step(moving, grad, velocity, lr, fixed, j == 0, anchor, offset, awake)
             whole = moving if active is None else whole.index_copy_(1, active, moving)
-            losses += loss.detach() * (steps > j)
+            losses += torch.where(steps > j, loss.detach(), 0.0)  # not a product: who has stopped may overflow later
         return moving - theta, (losses / steps).float()
 
 

@@ -16,20 +16,21 @@ class RoundSums:
     directions: Tensor | None = None  # Σ Δ_k / ‖Δ_k‖
     weight: float = 0.0  # Σ w_k
     weighted_norms: float = 0.0  # Σ w_k ‖Δ_k‖
-    norms: float = 0.0  # Σ ‖Δ_k‖
+    norms: float = 0.0  # Σ ‖Δ_k‖ as clients sent them
     mass: float = 0.0  # Σ w_k ‖Δ_k‖₁
     loss: float = 0.0  # Σ w_k · training loss
     count: int = 0
     moved: int = 0  # of them with an update that is not zero: only those have a direction
 
-    def add(self, delta: Tensor, norm: float, weight: float, loss: float) -> None:
+    def add(self, delta: Tensor, norm: float, weight: float, loss: float, went: float | None = None) -> None:
+        """An update as it is merged, with its norm. `went`: how far its client went, where an algorithm has scaled it since."""
         if self.total is None or self.directions is None:
             self.total, self.directions = torch.zeros_like(delta), torch.zeros_like(delta)
         self.total.add_(delta, alpha=weight)
         self.directions.add_(delta, alpha=1 / max(norm, 1e-30))
         self.weight += weight
         self.weighted_norms += weight * norm
-        self.norms += norm
+        self.norms += norm if went is None else went
         self.mass += weight * l1(delta)
         self.loss += weight * loss
         self.count += 1

@@ -46,10 +46,10 @@ def median(deltas: Tensor, weights: Tensor, **_: Any) -> Tensor:
 
 
 def trimmed_mean(deltas: Tensor, weights: Tensor, *, trim: float = 0.1, **_: Any) -> Tensor:
-    """The mean of each coordinate without its `trim` largest and smallest fractions, unweighted."""
+    """The mean of each coordinate without its `trim` largest and smallest fractions (of fewer than 1/trim clients nobody is cut), unweighted."""
     if not 0 <= trim < 0.5:
         raise bad_value("server.trim", trim, "0 <= trim < 0.5")
-    cut = int(trim * len(deltas))
+    cut = int(trim * len(deltas) + 1e-9)  # 0.29 of 100 is 29
     return deltas.sort(dim=0).values[cut : len(deltas) - cut].mean(0)
 
 

@@ -24,6 +24,18 @@ def squared(vector: Tensor) -> float:
     return _powers(vector, 2)
 
 
+def row_norms(rows: Tensor) -> Tensor:
+    """‖v‖ of each row [..., size] -> [..., 1], in tensors alone, so that it can be compiled."""
+    if rows.device.type == "cuda":  # a GPU adds in a tree
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        return norms
+    whole = rows.shape[-1] // ROW * ROW
+    parts = torch.linalg.vector_norm(rows[..., :whole].reshape(*rows.shape[:-1], whole // ROW, ROW), dim=-1)
+    rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)
+    norms = torch.linalg.vector_norm(torch.cat([parts, rest], -1).double(), dim=-1, keepdim=True)
+    return norms.to(rows.dtype)
+
+
 def kth_smallest(values: Tensor, k: int) -> Tensor:
     """The k-th smallest of each row [..., size] -> [..., 1], k from 1. On a GPU by sorting, which uses all of it: `kthvalue` gives
     a row to one block of threads. Both have the same bits."""

@@ -1,10 +1,13 @@
 """Backbones of timm and Hugging Face, where those libraries are installed: pooled features, then our `head`."""
 
+import logging
 from typing import Any
 
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, first_line
+
+log = logging.getLogger("fedlens")
 
 
 class Adapted(nn.Module):
@@ -12,6 +15,7 @@ class Adapted(nn.Module):
 
     def __init__(self, backbone: nn.Module, dim: int, num_classes: int, dropout: float) -> None:
         super().__init__()
+        without_chance(backbone)
         self.backbone, self.drop, self.head = backbone, nn.Dropout(dropout), nn.Linear(dim, num_classes)
 
     def features(self, images: Tensor) -> Tensor:
@@ -27,6 +31,26 @@ class Adapted(nn.Module):
         z = self.features(images)
         out: Tensor = self.head(self.drop(z) if keep is None else z * keep)
         return out
+
+
+RATES = ("p", "drop_prob", "dropout_prob", "dropout", "attention_dropout", "activation_dropout", "drop_path_rate")  # as modules call them
+
+
+def without_chance(backbone: nn.Module) -> None:
+    """Dropout and stochastic depth inside a backbone draw from torch's one generator, in whatever order clients come: they are turned off, so that a
+    run is a function of its seed and resumes exactly. model.dropout, before the head, is keyed and stays."""
+    off = 0
+    for module in backbone.modules():
+        for rate in RATES:
+            if (
+                isinstance(given := getattr(module, rate, None), float)
+                and given > 0
+                and (rate != "p" or "drop" in type(module).__name__.lower())
+            ):
+                setattr(module, rate, 0.0)
+                off += 1
+    if off:
+        log.warning("model: %d rates of dropout inside the backbone are set to 0: their draws would not be keyed; model.dropout is", off)
 
 
 def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int | None, dropout: float) -> Adapted:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedlens.lens.norms import row_norms
+
 
 @dataclass(frozen=True)
 class LocalRule:
@@ -43,7 +45,7 @@ def sgd_step(
     if rule.prox and anchor is not None:
         grad = grad + rule.prox * (theta - anchor)
     if rule.clip_norm is not None:
-        norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
+        norm = row_norms(grad)
         grad = grad * (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     if offset is not None:
         grad = grad + offset

@@ -37,7 +37,7 @@ from fedlens.lens.task_vectors import TaskVector
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
 SECRET_FILE = "secret"
-SUMMARY_FILE, METRICS_FILE = "summary.json", "metrics.jsonl"
+SUMMARY_FILE, METRICS_FILE, ENVIRONMENT_FILE = "summary.json", "metrics.jsonl", "environment.json"
 COPIED = 2**30  # bytes of a checkpoint: a larger one is written while training waits, not held in memory twice
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
 MENDED_BY_USER = (
@@ -62,6 +62,8 @@ def disk_errors(what: Path) -> Iterator[None]:
             reason = (error.strerror or "cannot be written").lower()
             raise UserError(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
         raise
+    except SafetensorError as error:  # of the disk too: its library writes files by itself
+        raise UserError(f"run.dir: {what} cannot be written: {first_line(error)}; what was saved before is intact") from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -86,7 +88,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, compact: bool = False)
 
 def _begun(path: Path) -> bool:
     """What `create` makes before there is a run: a process that was killed there may have left it."""
-    return path.name in ("lock", "environment.json") or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
+    return path.name in ("lock", ENVIRONMENT_FILE) or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
 
 
 @dataclass
@@ -117,8 +119,11 @@ class RunFolder:
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path, take_lock(path), keep_last, keep_best)
+            if (path / "config.yaml").exists():  # made and left by another process since we looked
+                folder._lock.close()
+                raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
             folder.checkpoints.mkdir(exist_ok=True)
-        write_json(path / "environment.json", environment)
+        write_json(path / ENVIRONMENT_FILE, environment)
         write_atomic(path / "config.yaml", config_yaml)  # last: from here on it is a run
         folder._log_to_file()
         return folder
@@ -207,8 +212,13 @@ class RunFolder:
     def _save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         part = self.path / f"{name}.part"
         with disk_errors(self.path / name):
-            save_file(_cpu(tensors), part)
-            os.replace(part, self.path / name)
+            try:
+                save_file(_cpu(tensors), part)
+                _fsync(part)
+                os.replace(part, self.path / name)
+            except (OSError, SafetensorError):
+                part.unlink(missing_ok=True)
+                raise
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -242,10 +252,8 @@ class RunFolder:
                     shutil.rmtree(final)  # a damaged one that this run passed over
                 os.rename(part, final)
                 _fsync(self.checkpoints)
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError):
                 shutil.rmtree(part, ignore_errors=True)
-                if isinstance(error, SafetensorError):
-                    raise UserError(f"run.dir: {final} cannot be written: {error}; what was saved before is intact") from None
                 raise
         self._prune()
 
@@ -355,6 +363,26 @@ def _bytes(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"run: {file} cannot be read ({first_line(error)})") from None
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """Where the run began, as far as its folder says."""
+    try:
+        found = json.loads((path / ENVIRONMENT_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def fitting(run: "RunFolder | None", step: int) -> Iterator[None]:
+    """A checkpoint is put into place: one of another model, or whose state.json was changed, is an error in one line."""
+    try:
+        yield
+    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else first_line(error).removesuffix(":")
+        where = "" if run is None else f"{run.path}: "
+        raise UserError(f"run.dir: {where}the checkpoint of step {step} does not fit the run's config.yaml ({what})") from None
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -5,13 +5,16 @@ the resumed run writes again are logged again at the same step.
 """
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedlens.errors import UserError
+from fedlens.errors import UserError, first_line
+
+log = logging.getLogger("fedlens")
 
 
 class Tracker(Protocol):
@@ -109,21 +112,33 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """All trackers of a run as one."""
+    """All trackers of a run as one, and whoever watches it. A tracker that cannot be reached at the start is an error, later it is left out with
+    a warning; what a watcher raises ends the run."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        self.all: list[Tracker] = []
+        self.watchers: list[Tracker] = []
+        self.all: dict[str, Tracker] = {}
         for name in names:
             try:
-                self.all.append(TRACKERS[name](folder, config))
+                self.all[name] = TRACKERS[name](folder, config)
             except ImportError:
                 raise UserError(f"run.trackers: {name} is not installed; install it with: pip install 'fedlens[{name}]'") from None
+            except Exception as error:  # each library has its own
+                raise UserError(f"run.trackers: {name} cannot be begun: {first_line(error)}") from None
 
     def log(self, line: Mapping[str, Any]) -> None:
         numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        for tracker in self.all:
-            tracker.log(numbers, int(line["step"]))
+        self._tell(lambda tracker: tracker.log(numbers, int(line["step"])))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        for tracker in self.all:
-            tracker.finish(summary)
+        self._tell(lambda tracker: tracker.finish(summary))
+
+    def _tell(self, say: Callable[[Tracker], None]) -> None:
+        for watcher in self.watchers:
+            say(watcher)
+        for name, tracker in list(self.all.items()):
+            try:
+                say(tracker)
+            except Exception as error:
+                log.warning("tracker %s: %s; the run goes on without it", name, first_line(error))
+                del self.all[name]

@@ -117,9 +117,10 @@ class Scaffold(FedAvg):
         self.clients[update.client] = new.cpu()
 
     def end_round(self) -> None:
-        """c ← c + Σ (c_k⁺ − c_k) / K."""
+        """c ← c + Σ (c_k⁺ − c_k) / K, K the clients that ever train: c stays the mean of the c_k."""
         if self.server is not None and self._change is not None:
-            self.server = self.server + self._change / self.config.federated.clients
+            fed = self.config.federated
+            self.server = self.server + self._change / sum(map(fed.trains, range(fed.clients)))
         self._change = None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from fedlens.errors import UserError
 from fedlens.lens.masks import Mask
 from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import MASK_FILE, RunFolder
+from fedlens.runs.store import MASK_FILE, RunFolder, fitting
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
 from fedlens.training.setup import Bench, learning_rate, said
@@ -54,17 +54,17 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     space = masked_space(bench, mask)
     optimizer = make_optimizer(model, cfg, mask)
     if saved is not None:
-        load_state(model, optimizer, saved.tensors)
-        scaler.load_state_dict(saved.state["scaler"])
-        step, seconds, stale, ridge, facts = saved.step, *(saved.state[key] for key in ("seconds", "stale", "ridge", "mask"))
-        best = {"score": saved.state["best_score"], "step": saved.state["best_step"]}
-        loss_sum.fill_(saved.state["loss_sum"])
+        with fitting(run, saved.step):
+            load_state(model, optimizer, saved.tensors)
+            scaler.load_state_dict(saved.state["scaler"])
+            step, seconds, stale, ridge, facts = saved.step, *(saved.state[key] for key in ("seconds", "stale", "ridge", "mask"))
+            best = {"score": saved.state["best_score"], "step": saved.state["best_step"]}
+            loss_sum.fill_(saved.state["loss_sum"])
         log.info("resuming at step %d of %d", step, total)
     run.rewind_metrics(step)
 
     def save(score: float | None = None) -> None:
-        if not bool(torch.isfinite(loss_sum)):
-            raise _not_finite(step)
+        check_finite(model, loss_sum, step)
         state = {
             "seconds": seconds + time.monotonic() - started,
             "loss_sum": float(loss_sum),
@@ -118,8 +118,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
 
             # --- the end of an epoch: evaluate on validation, log, checkpoint
             line = {"step": step, "epoch": epoch + 1, "lr": rate, "train_loss": float(loss_sum) / steps_per_epoch}
-            if not bool(torch.isfinite(loss_sum)):
-                raise _not_finite(step)
+            check_finite(model, loss_sum, step)
             score = None
             if len(bench.val):
                 line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
@@ -225,5 +224,11 @@ def _patience_over(stale: int, patience: int | None) -> bool:
     return patience is not None and stale >= patience
 
 
+def check_finite(model: nn.Module, loss: Tensor, step: int) -> None:
+    """Neither the losses so far nor what the last step made of the weights is nan or infinite."""
+    if not all(bool(torch.isfinite(each).all()) for each in (loss, *model.parameters())):
+        raise _not_finite(step)
+
+
 def _not_finite(step: int) -> UserError:
-    return UserError(f"train loss is not finite at step {step}; a lower optim.lr or optim.clip_norm=1 may help; no such state was saved")
+    return UserError(f"training is not finite at step {step}; a lower optim.lr or optim.clip_norm=1 may help; no such state was saved")

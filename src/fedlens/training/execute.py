@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedlens.composing import compose, from_file, to_yaml
@@ -20,7 +21,7 @@ from fedlens.identity import identity
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.environment import environment
-from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_metrics, read_model, read_summary
+from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_environment, read_metrics, read_model, read_summary
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
 from fedlens.training.setup import Bench, pick_device, set_up
@@ -118,19 +119,20 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
         path, go_on = ranks.tell(_where(config, go_on) if ranks.first else None)
         if go_on and ranks.tell((path / "summary.json").is_file()):
             return Run(path)
+        if go_on and ranks.world == 1:
+            stack.enter_context(_threads_of(path))
         bench = set_up(config)
         shards = federated.make_shards(bench) if is_federated and clients is None else []
         folder = None
         if ranks.first:
             keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
-            stack.enter_context(
-                _nothing_half_written(path, go_on or clients is not None)
-            )  # of a federation its log says which site was silent
             folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
+            if not go_on and clients is None:  # of a federation its log says which site was silent
+                stack.enter_context(_nothing_half_written(path))
             stack.enter_context(folder)
             log.info("run %s", path)
         trackers = Trackers(config.run.trackers if ranks.first else [], path, asdict(config))
-        trackers.all += [watch] if watch else []
+        trackers.watchers += [watch] if watch else []
         if is_federated:
             if folder and clients is None:
                 federated.describe_partition(bench, shards, folder)
@@ -156,19 +158,29 @@ def _where(config: Config, go_on: bool) -> tuple[Path, bool]:
 
 
 @contextmanager
-def _nothing_half_written(path: Path, there_before: bool) -> Iterator[None]:
-    """What is wrong with the input may show only when the head or the mask is made: a folder in which nothing was trained yet is not left behind."""
+def _nothing_half_written(path: Path) -> Iterator[None]:
+    """What is wrong with the input may show only when the head or the mask is made: a folder of ours in which nothing was trained yet is not left behind."""
     try:
         yield
     except UserError:
-        if (
-            not there_before
-            and (path / "config.yaml").is_file()
-            and not any((path / "checkpoints").glob("step-*"))
-            and not read_metrics(path)
-        ):
+        if not any((path / "checkpoints").glob("step-*")) and not read_metrics(path):
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _threads_of(path: Path) -> Iterator[None]:
+    """As many threads as the run began with: on a CPU the last bits of a sum depend on how many add it."""
+    here, began = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
+    if not began.isdecimal() or int(began) in (0, here):
+        yield
+        return
+    log.info("with %s threads, as it began, not %d: the last bits of sums depend on it", began, here)
+    torch.set_num_threads(int(began))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(here)
 
 
 def run(overrides: Sequence[str]) -> Run:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import Update, survives, training_cohort
+from fedlens.engine.work import Update, cohort_size, survives, training_cohort
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
@@ -29,7 +29,7 @@ from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import choose_ridge
 from fedlens.optim.server import server_step
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import MASK_FILE, RunFolder, write_json
+from fedlens.runs.store import MASK_FILE, RunFolder, fitting, write_json
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
 from fedlens.training.algorithms import ALGORITHMS
@@ -77,6 +77,9 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     keeps_rows = needs_rows or fed.client_vectors
     needs_all = keeps_rows or fed.algorithm == "scaffold"  # on every rank
     traffic = clients.traffic
+    asked = cohort_size(fed.clients, fed.participation)
+    if cfg.server.merge == "trimmed_mean" and cfg.server.trim * asked < 1:
+        log.warning("server.trim: %g of %d clients cuts nobody: this is the plain mean", cfg.server.trim, asked)
 
     # --- where we are: at the start, or where the last sound checkpoint was written
     round_, seconds, stale, ridge, mask, facts = 0, 0.0, 0, None, None, None
@@ -88,13 +91,14 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     saved = run.latest_checkpoint() if run else None
     state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
     if state is not None:
-        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        server = {n.removeprefix("server."): t.to(device) for n, t in tensors.items() if n.startswith("server.")}
-        added = {int(n.removeprefix("client.")): t.to(device) for n, t in tensors.items() if n.startswith("client.")}
-        algorithm.load(tensors, device)
-        round_, seconds, stale, ridge, facts = (state[key] for key in ("step", "seconds", "stale", "ridge", "mask"))
-        best = {"score": state["best_score"], "step": state["best_step"]}
-        counts = {key: state["counts"].get(key, 0) for key in counts}
+        with fitting(run, state["step"]):
+            model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+            server = {n.removeprefix("server."): t.to(device) for n, t in tensors.items() if n.startswith("server.")}
+            added = {int(n.removeprefix("client.")): t.to(device) for n, t in tensors.items() if n.startswith("client.")}
+            algorithm.load(tensors, device)
+            round_, seconds, stale, ridge, facts = (state[key] for key in ("step", "seconds", "stale", "ridge", "mask"))
+            best = {"score": state["best_score"], "step": state["best_step"]}
+            counts = {key: state["counts"].get(key, 0) for key in counts}
         private.catch_up(round_)
         clients.recall(state.get("registry", {}))
         log.info("resuming at round %d of %d", round_, fed.rounds)
@@ -172,7 +176,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 algorithm.received(update, lr)
                 scale = algorithm.scale(update) * private.factor(norm)
                 delta = update.delta if scale == 1.0 else update.delta * scale
-                sums.add(delta, norm * scale, private.weight(update.samples), loss)
+                sums.add(delta, norm * scale, private.weight(update.samples), loss, went=norm)
                 kept = delta if keeps_rows else None  # in memory of its own: see needs_all
                 arrived.append(Arrived(update.client, update.samples, update.steps, kept, update.clients))
                 details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
@@ -187,7 +191,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
             counts["refused"], traffic.refused = counts["refused"] + refused, 0
 
             # --- d = merge(Δ); θ ← server_step(θ, d)
-            moved, alpha = 0.0, cfg.server.lr
+            moved, alpha, chose = 0.0, cfg.server.lr, False
             if sums.count or (cfg.privacy.noise and present):  # under noise a round in which nothing was accepted looks like any other
                 d = torch.zeros_like(theta)
                 if sums.count:
@@ -195,13 +199,17 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 rescale = algorithm.rescale([(a.samples, a.steps) for a in arrived]) if arrived else 1.0
                 d = private.noised(d if rescale == 1 else d * rescale, sums.count, len(present), round_)
                 if cfg.server.alphas:
-                    alpha = ranks.tell(choose_alpha(bench, space, theta, d))
+                    alpha, chose = ranks.tell(choose_alpha(bench, space, theta, d)), True
                 if fed.client_vectors:
                     for a in arrived:
                         share = alpha * rescale * a.samples / sums.weight
                         added[a.client] = share * a.delta + added.get(a.client, 0.0)
                 before, theta = theta, server_step(theta, d, server, replace(cfg.server, lr=alpha))
                 moved = l2(theta - before)
+                if not np.isfinite(moved):
+                    raise UserError(
+                        f"round {round_ + 1}: the server's step is not finite; a lower server.lr may help; no such model was saved"
+                    )
             elif present and nonfinite == len(present):
                 raise UserError(f"round {round_ + 1}: no client's update is finite; a lower optim.lr or optim.clip_norm=1 may help")
             round_ += 1
@@ -213,7 +221,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                 "lr": lr,
                 **(sums.metrics() if answered == len(arrived) else {"train_loss": sums.loss / sums.weight}),
                 "update_norm": moved,
-                **({"alpha": alpha} if cfg.server.alphas else {}),
+                **({"alpha": alpha} if chose else {}),
             }
             line |= private.spent()
             line |= {"clients": answered, "nonfinite": nonfinite, "bytes_up": traffic.up, "bytes_down": traffic.down}
@@ -346,7 +354,7 @@ def federated_ridge_head(bench: Bench, clients: Clients) -> dict[str, Any]:
     The sums are additive, so this is the centralised head whatever the split.
     """
     A = b = None
-    before = clients.traffic.up
+    up, down = clients.traffic.up, clients.traffic.down
     for a_k, b_k in clients.ridge_sums():
         A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
     if A is None or b is None:
@@ -357,7 +365,8 @@ def federated_ridge_head(bench: Bench, clients: Clients) -> dict[str, Any]:
         "lambda": choice.lam,
         "temperature": choice.temperature,
         "val_accuracy": choice.val_accuracy,
-        "bytes_up": clients.traffic.up - before,
+        "bytes_up": clients.traffic.up - up,
+        "bytes_down": clients.traffic.down - down,
     }
 
 

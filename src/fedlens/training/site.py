@@ -112,6 +112,7 @@ class Site:
             dim = features.shape[1] + 1
             self.traffic.up += 8 * (dim * (dim + 1) // 2 + dim * classes)  # A is symmetric: its upper triangle
             yield ridge_statistics(features, bench.train.labels[where.to(bench.device)], classes)
+            self.traffic.down += BYTES * dim * classes  # the head that the server makes of them all
 
     def sensitivities(
         self, names: Collection[str], active: Mapping[str, Tensor], clients: Sequence[int] | None = None
