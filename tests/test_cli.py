@@ -10,6 +10,7 @@ from conftest import FAST
 
 import fedlens as fl
 from fedlens.cli import check_types, main, parser
+from fedlens.composing import compose
 
 
 def commands() -> list[list[str]]:
@@ -79,6 +80,20 @@ def test_a_sweep_may_have_any_value_that_a_run_may_have() -> None:
         "model.weights='a b','c,d'",
     ]
     check_types(["experiment=glob(*)", "experiment=centralized,fedavg_iid", "hydra/launcher=joblib", "data.name='hf:x'", *words])
+
+
+@pytest.mark.parametrize(
+    "path", ["été/a", "/data/images (copy)", "it's", "a=b", "x#1", "[x]", "{x}", "1e5", "0.10", "1_0", "true", "end\\", "q\\'", "50%?x"]
+)
+def test_a_path_may_have_any_letters_and_stays_as_it_is(path: str) -> None:
+    assert compose([f"run.dir={path}"]).run.dir == path
+    assert compose([f"data=hf:{path}"]).data.name == f"hf:{path}"
+
+
+def test_home_and_null_are_what_they_are_for_a_text() -> None:
+    assert compose(["run.dir=~/a"]).run.dir == str(Path.home() / "a")
+    assert compose(["run.dir=null"]).run.dir is None
+    assert compose(["run.dir='1e5'"]).run.dir == "1e5"
 
 
 def test_print_config_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:

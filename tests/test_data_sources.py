@@ -510,6 +510,36 @@ def test_a_postscript_file_in_disguise_is_not_handed_to_its_interpreter(tmp_path
         load_folder(tmp_path)
 
 
+def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
+    root = write_folder(tmp_path)
+    deep = np.arange(24 * 24, dtype=np.uint16).reshape(24, 24) * 113
+    file = sorted((root / "train").iterdir())[0] / "0.png"
+    for suffix in ("png", "tif"):
+        Image.fromarray(deep).save(file.with_suffix(f".{suffix}"))
+        assert folder_module.decode((file.with_suffix(f".{suffix}"), "x"), 24) == np.rint(deep / 257).astype(np.uint8).tobytes() * 3
+    for strange in (np.full((24, 24), 0.5, np.float32), np.full((24, 24), 70000, np.int32)):
+        Image.fromarray(strange).save(tmp_path / "strange.tif")
+        with pytest.raises(UserError, match="allowed are 8 or 16 bits"):
+            folder_module.decode((tmp_path / "strange.tif", "strange.tif"), 24)
+
+
+def test_a_class_without_images_and_a_link_to_nowhere_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_folder(tmp_path)
+    (root / "train" / "notes").mkdir()
+    (root / "train" / "notes" / "a.txt").touch()
+    with pytest.raises(UserError, match=r"notes: a class without images"):
+        load_folder(root)
+    (root / "train" / "notes" / "a.txt").rename(sorted((root / "train").iterdir())[0] / "a.txt")
+    (root / "train" / "notes").rmdir()
+    with caplog.at_level("WARNING", "fedlens"):
+        load_folder(root)
+    assert "1 files and folders in its classes are no images" in caplog.text
+    link = sorted((root / "train").iterdir())[0] / "zz.png"
+    link.symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UserError, match="zz"):
+        load_folder(root, 24)
+
+
 def test_folders_that_disagree_or_are_empty_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such folder.*data\.root"):
         load_dataset("folder", tmp_path)

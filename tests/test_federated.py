@@ -392,6 +392,18 @@ def test_a_server_rate_of_zero_leaves_the_model(fed_run: Callable[..., Any]) -> 
     assert all(torch.equal(run.state[n], t) for n, t in begin.items())
 
 
+def test_a_merge_rule_of_one_s_own_that_gives_no_number_ends_the_run(fed_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "own", lambda rows, weights, **_: rows.mean(0) * float("nan"))
+    with pytest.raises(UserError, match="'own' gave values that are not finite"):
+        fed_run("own", "server.merge=own")
+
+
+def test_clients_vectors_add_up_to_the_run_s_own(fed_run: Callable[..., Any]) -> None:
+    run = fed_run("parts", "federated.client_vectors=true", "federated.rounds=1")
+    parts = run.client_vectors().values()
+    assert (run.task_vector() - sum(parts)).norm() < 1e-5 < run.task_vector().norm()
+
+
 def test_one_alpha_to_choose_from_is_the_server_s_rate(fed_run: Callable[..., Any]) -> None:
     fixed, chosen = fed_run("fixed", "server.lr=0.5"), fed_run("chosen", "server.alphas=[0.5]")
     assert same(fixed.state, chosen.state)

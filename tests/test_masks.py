@@ -572,6 +572,16 @@ def test_a_rule_of_ones_own_that_keeps_another_number_is_refused(monkeypatch: py
         build_mask(tiny(), "own", 0.0001)
 
 
+def test_a_mask_of_a_model_with_frozen_blocks_is_of_what_trains() -> None:
+    model, images = create_model("tiny", 10, image_size=28, freeze_blocks=4), torch.randn(4, 3, 28, 28)
+    mask = calibrate_mask(model, images, density=0.1, rounds=1)
+    still = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert still and not any(bool(mask.as_dict()[name].any()) for name in still if name in mask.as_dict())
+    assert abs(mask.density - 0.1) < 1e-4
+    model.requires_grad_(False)  # nothing trains yet: all is in question
+    assert any(bool(calibrate_mask(model, images, density=0.1, rounds=1).as_dict()[name].any()) for name in still if name in mask.as_dict())
+
+
 def test_frozen_parameters_are_not_eligible() -> None:
     model = tiny()
     frozen = [name for name, _ in model.named_parameters() if name.startswith(("patch_embed", "blocks.0."))]

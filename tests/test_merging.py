@@ -346,3 +346,19 @@ def test_an_unknown_option_is_an_error_that_lists_those_of_the_rule() -> None:
         "fisher": ["fishers"],
         "breadcrumbs": ["top", "bottom"],
     }
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (lambda rows, weights, **_: rows.mean(0) * float("nan"), "not finite"),
+        (lambda rows, weights, **_: rows.mean(), r"gave torch\.float32 \[\], allowed"),
+        (lambda rows, weights, **_: rows.mean(0, keepdim=True), r"\[1, 3\]"),
+        (lambda rows, weights, **_: None, "gave NoneType"),
+    ],
+)
+def test_a_rule_of_one_s_own_that_gives_no_vector_is_found_out(own: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "own", own)
+    vectors = [TaskVector(ParamSpace({"w": torch.Size([3])}), torch.ones(3))] * 2
+    with pytest.raises(UserError, match=message):
+        merge(vectors, "own")

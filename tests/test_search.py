@@ -367,3 +367,11 @@ def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_p
         [*words[:-1], "run.progress=false", f"run.dir={tmp_path / 'again'}"]
     )  # the same run: the best trial's value, and now the test set
     assert again.summary["val_accuracy"] == found.trials[found.best]["value"] and again.summary["test_accuracy"] > 0.5
+
+
+def test_a_folder_s_name_may_have_what_means_something_in_an_address(tmp_path: Path) -> None:
+    folder = tmp_path / "50%?x#&é"
+    folder.mkdir()
+    storage = search_module.optuna().storages.RDBStorage(search_module._address(folder / "search.db"))
+    storage.engine.dispose()
+    assert (folder / "search.db").is_file()

@@ -112,6 +112,72 @@ def test_a_hugging_face_backbone_is_adapted_and_trains(tmp_path: Path) -> None:
     assert model.head.weight.grad is not None  # type: ignore[union-attr]
 
 
+def test_a_hugging_face_backbone_without_its_pooler_gives_the_class_token(tmp_path: Path) -> None:
+    """transformers would put a random layer there."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+    )
+    theirs = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    theirs.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    for seed in (0, 1):
+        model = create_model(f"hf:{tmp_path}", 5, weights="pretrained", image_size=32, seed=seed).eval()
+        with torch.inference_mode():
+            assert torch.allclose(model.features(images), theirs(images).last_hidden_state[:, 0])  # type: ignore[operator]
+    save_file(
+        {n: t.clone() for n, t in theirs.state_dict().items() if "layernorm.bias" not in n},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(UserError, match=r"lacks layernorm\.bias"):
+        create_model(f"hf:{tmp_path}", 5, weights="pretrained", image_size=32)
+
+
+def test_a_hugging_face_backbone_takes_other_sizes_or_says_that_it_does_not(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+    )
+    config.save_pretrained(tmp_path / "vit")
+    assert create_model(f"hf:{tmp_path / 'vit'}", 5, image_size=64)(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+    with pytest.raises(UserError, match=r"model\.image_size: 4 given"):
+        create_model(f"hf:{tmp_path / 'vit'}", 5, image_size=4)
+    transformers.BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48).save_pretrained(
+        tmp_path / "bert"
+    )
+    with pytest.raises(UserError, match="does not take"):
+        create_model(f"hf:{tmp_path / 'bert'}", 5, image_size=32)
+
+
+def test_dino_s_full_checkpoint_and_those_of_compiled_and_wrapped_models_are_read(small: dict[str, Tensor], tmp_path: Path) -> None:
+    projection = {"head.mlp.0.weight": torch.zeros(8, 24), "head.last_layer.weight_v": torch.zeros(8, 8)}
+    layouts = {
+        "teacher": {"teacher": {**{f"backbone.{n}": t for n, t in small.items()}, **projection}},
+        "compiled": {f"_orig_mod.{n}": t for n, t in small.items()},
+        "lightning": {"state_dict": {f"model._orig_mod.{n}": t for n, t in small.items()}},
+    }
+    for name, found in layouts.items():
+        torch.save(found, tmp_path / f"{name}.pth")
+        model = create_model("dino_vits16", 3, weights=tmp_path / f"{name}.pth", image_size=32)
+        assert all(torch.equal(model.state_dict()[n], t) for n, t in small.items()), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: (100 * t).to(torch.int8), "is int8"),
+        (lambda t: t * float("nan"), "not finite"),
+        (lambda t: t.to_sparse(), "no plain tensor"),
+        (lambda t: t.to("meta"), "no plain tensor"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(small: dict[str, Tensor], change: object, message: str) -> None:
+    small["norm.weight"] = change(small["norm.weight"])  # type: ignore[operator]
+    with pytest.raises(UserError, match=rf"norm\.weight .*{message}|norm\.weight {message}"):
+        load_weights(ViT(SHAPE, 3), small, "a file")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,6 +4,7 @@
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.config import Config, known_keys, validate
@@ -45,8 +46,10 @@ def normalise(overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         name, _, value = text.partition("=")
         if name in ("model", "data") and value.startswith(("timm:", "hf:")):
-            done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name='{value}'"]
+            done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name={_quoted(value)}"]
             continue
+        if name in _text_keys():
+            text = f"{name}={_as_text(value)}"
         if name in ("sparsity", "mask.sparsity", "density"):
             text = f"mask.density={value if name == 'density' else _densities(text, value)}"
         if name == "mask.within":
@@ -65,6 +68,39 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             raise unknown("key", key, keys)
         done.append(text)
     return done
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    """Keys whose value is a text."""
+    schema = _schema()
+    found = set()
+    for key in known_keys():
+        section, _, name = key.rpartition(".")
+        node = (OmegaConf.select(schema, section) if section else schema)._get_node(name)
+        if isinstance(node, StringNode):
+            found.add(key)
+    return frozenset(found)
+
+
+def _as_text(value: str) -> str:
+    """The value of a key that is a text, quoted where Hydra's grammar would refuse it or make a number of it: a path may have any letters. `~/` is home."""
+    if value.startswith("~/"):
+        value = str(Path(value).expanduser())
+    try:
+        parsed = OverridesParser.create().parse_override(f"x={value}")
+    except HydraException:
+        return _quoted(value)
+    if parsed.is_sweep_override():
+        return value
+    return value if isinstance(parsed.value(), str | None) else _quoted(value)
+
+
+def _quoted(value: str) -> str:
+    """In Hydra's quotes: a backslash counts only before a quote, and at the end."""
+    inner = re.sub(r"(\\*)(')", r"\1\1\\\2", value)
+    inner = re.sub(r"(\\+)$", r"\1\1", inner)
+    return f"'{inner}'"
 
 
 def _densities(text: str, value: str) -> str:

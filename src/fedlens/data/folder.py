@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 from rich.progress import MofNCompleteColumn
@@ -23,9 +24,9 @@ from fedlens.download import disk_error, log, progress_bar
 from fedlens.errors import UserError, first_line
 
 SIZE = 256  # px: what a 224 px crop is usually taken from
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm"}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"}
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF"]  # no format that calls a program, as EPS does
-FORMAT_VERSION = 1  # of the cache: raise it when decoding changes
+FORMAT_VERSION = 2  # of the cache: raise it when decoding changes
 
 Item: TypeAlias = tuple[Path | bytes, str]  # an image, as a file or its contents, and what to call it in an error
 T = TypeVar("T")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 @source("folder")
 def folder(root: Path, download: bool) -> Raw:
-    """Your own images: data.root/{train,test}/CLASS/*.png (jpg, webp, bmp, ppm), brought to 256 px at most."""
+    """Your own images: data.root/{train,test}/CLASS/*.png (jpg, webp, bmp, ppm, gif, tif), brought to 256 px at most."""
     return load_folder(root)
 
 
@@ -57,7 +58,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
         cache = default_root() / "folder" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     splits = []
     for part, files in parts.items():
-        stats = [(path, path.stat()) for path in files]
+        stats = [(path, _stat(path)) for path in files]
         prints = [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         images = cached_images(cache, part, prints, ((path, str(path)) for path in files), len(files), size)
         splits.append(Split(images, torch.tensor([number[path.parent.name] for path in files])))
@@ -71,10 +72,22 @@ def _list(part: Path) -> list[Path]:
     if not part.is_dir():
         raise UserError(f"{part}: no such folder; data.root must hold train/CLASS/ and test/CLASS/ with images in them")
     classes = sorted(d for d in part.iterdir() if d.is_dir() and not d.name.startswith("."))
-    files = [file for d in classes for file in sorted(d.iterdir()) if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
-    if not files:
+    inside = {d: sorted(file for file in d.iterdir() if not file.name.startswith(".")) for d in classes}
+    found = {d: [file for file in files if file.suffix.lower() in SUFFIXES] for d, files in inside.items()}
+    if not any(found.values()):
         raise UserError(f"{part}: no images in {part.name}/CLASS/; read are {', '.join(sorted(SUFFIXES))}")
-    return files
+    if empty := next((d for d, files in found.items() if not files), None):
+        raise UserError(f"{empty}: a class without images; read are {', '.join(sorted(SUFFIXES))}, directly in its folder (data.root)")
+    if left := sum(map(len, inside.values())) - sum(map(len, found.values())):
+        log.warning("%s: %d files and folders in its classes are no images and are left out", part, left)
+    return [file for files in found.values() for file in files]
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:  # a link to what is no longer there
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def natural_size(items: list[Item]) -> int:
@@ -99,10 +112,22 @@ def decode(item: Item, size: int) -> bytes:
     """RGB, the shorter side resized to `size` (bicubic), the centre cropped; as bytes [3, size, size]."""
     with open_image(item) as image:
         try:
-            fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC)
+            fitted = ImageOps.fit(_eight_bits(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
         except Exception as error:
             raise UserError(f"{item[1]}: not a readable image ({first_line(error)})") from error
     return b"".join(channel.tobytes() for channel in fitted.split())
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Sixteen bits a pixel brought to eight: PIL would cut off all above 255, so that scans become white."""
+    if image.mode == "F":
+        raise ValueError("its pixels are real numbers, allowed are 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    pixels = np.asarray(image).astype(np.int64)
+    if pixels.size and not 0 <= pixels.min() <= pixels.max() < 2**16:
+        raise ValueError(f"its pixels go from {pixels.min()} to {pixels.max()}, allowed are 8 or 16 bits")
+    return Image.fromarray(np.rint(pixels / 257).astype(np.uint8))
 
 
 def cached_images(cache: Path, part: str, fingerprint: object, items: Iterable[Item], count: int, size: int) -> Tensor:

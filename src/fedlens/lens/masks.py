@@ -317,12 +317,16 @@ def calibrate_mask(
     without: Collection[str] = (),
     chunk: int | None = None,
 ) -> Mask:
-    """A mask calibrated on these images, in one place; labels_from, score and chunk are those of `sensitivity`."""
+    """A mask calibrated on these images, in one place; labels_from, score and chunk are those of `sensitivity`.
+
+    What is frozen (requires_grad) has no part in it, unless all is."""
 
     def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return sensitivity(model, images, labels, labels_from=labels_from, score=score, seed=seed, names=names, chunk=chunk)
 
-    return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like, without=without)
+    still = [name for name, param in model.named_parameters() if not param.requires_grad]
+    still = still if any(bool(mask.any()) for mask in eligible(model, still).values()) else []
+    return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like, without=without, frozen=still)
 
 
 __all__ = ["STRATEGIES", "Mask", "build_mask", "calibrate", "calibrate_mask", "eligible", "keep_schedule", "select", "softened"]

@@ -206,7 +206,17 @@ def merge(
         options["sizes"] = space.sizes
     if options.get("fishers") is not None:
         options["fishers"] = [_flat_fisher(vectors[0], f) for f in options["fishers"]]
-    return TaskVector(space, RULES[rule](rows, _checked_weights(weights, len(vectors)), **options))
+    return TaskVector(space, checked(rule, RULES[rule](rows, _checked_weights(weights, len(vectors)), **options), rows))
+
+
+def checked(rule: str, merged: Any, rows: Tensor) -> Tensor:
+    """What a rule gave for rows [n, P]: one of one's own is found out here, not in the model."""
+    if not isinstance(merged, Tensor) or merged.shape != rows.shape[1:] or not merged.is_floating_point():
+        given = f"{merged.dtype} {list(merged.shape)}" if isinstance(merged, Tensor) else type(merged).__name__
+        raise UserError(f"merge: {rule!r} gave {given}, allowed is a floating-point tensor [{rows.shape[1]}]")
+    if not bool(merged.isfinite().all()):
+        raise UserError(f"merge: {rule!r} gave values that are not finite")
+    return merged.to(rows.dtype)
 
 
 def _flat_fisher(like: TaskVector, sensitivity: Mapping[str, Tensor] | Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedlens.errors import UserError, bad_value, unknown
-from fedlens.models.adapters import Adapted, from_huggingface, from_timm
+from fedlens.models.adapters import Adapted, check_fits, from_huggingface, from_timm
 from fedlens.models.vit import ViT, ViTShape
 from fedlens.models.weights import fetch_public, load_weights, packaged_tiny, read_tensors
 from fedlens.seeding import key
@@ -49,9 +49,9 @@ def create_model(
             adapted = (
                 from_timm(inner, num_classes, weights == "pretrained", image_size, dropout)
                 if library == "timm"
-                else from_huggingface(inner, num_classes, weights == "pretrained", dropout)
+                else from_huggingface(inner, num_classes, weights == "pretrained", image_size, dropout)
             )
-        return _freeze(adapted, 0, freeze_backbone)
+        return _freeze(check_fits(adapted, name, image_size), 0, freeze_backbone)
     if name not in SHAPES:
         raise unknown("model.name", name, [*SHAPES, "timm:NAME", "hf:NAME"])
     shape = SHAPES[name]

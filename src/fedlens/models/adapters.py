@@ -1,8 +1,11 @@
 """Backbones of timm and Hugging Face, where those libraries are installed: pooled features, then our `head`."""
 
 import logging
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, first_line
@@ -13,15 +16,17 @@ log = logging.getLogger("fedlens")
 class Adapted(nn.Module):
     """Someone else's backbone under our contract: `features(images)`, `head`, logits. It has no client axis."""
 
-    def __init__(self, backbone: nn.Module, dim: int, num_classes: int, dropout: float) -> None:
+    def __init__(self, backbone: nn.Module, dim: int, num_classes: int, dropout: float, options: Mapping[str, Any] | None = None) -> None:
+        """`options`: for every call of the backbone."""
         super().__init__()
         without_chance(backbone)
         self.backbone, self.drop, self.head = backbone, nn.Dropout(dropout), nn.Linear(dim, num_classes)
+        self.options = dict(options or {})
 
     def features(self, images: Tensor) -> Tensor:
         if images.shape[1] == 1:
             images = images.expand(-1, 3, -1, -1)
-        out: Any = self.backbone(images)
+        out: Any = self.backbone(images, **self.options)
         if isinstance(out, Tensor):
             return out
         pooled: Tensor | None = getattr(out, "pooler_output", None)
@@ -69,15 +74,41 @@ def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int | N
     return Adapted(backbone, int(backbone.num_features), num_classes, dropout)
 
 
-def from_huggingface(name: str, num_classes: int, pretrained: bool, dropout: float) -> Adapted:
+def check_fits(model: Adapted, name: str, image_size: int) -> Adapted:
+    """The backbone takes images of this size, and gives what the head expects: otherwise it is said here, before a run exists."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            found = model.eval().features(torch.zeros(1, 3, image_size, image_size))
+    except Exception as error:  # each library, and each of its models, has its own
+        raise UserError(f"model.image_size: {image_size} given, which {name} does not take ({first_line(error)[:160]})") from None
+    if found.shape != (1, model.head.in_features):
+        raise UserError(f"model.name: {name} gives features {list(found.shape)} for one image, allowed is [1, {model.head.in_features}]")
+    return model.train(training)
+
+
+def from_huggingface(name: str, num_classes: int, pretrained: bool, image_size: int, dropout: float) -> Adapted:
     try:
         from transformers import AutoConfig, AutoModel
     except ImportError:
         raise UserError(f"model.name: hf:{name} needs transformers; install it with: pip install 'fedlens[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(name)
-        backbone = AutoModel.from_pretrained(name) if pretrained else AutoModel.from_config(config)
+        backbone, told = AutoModel.from_pretrained(name, output_loading_info=True) if pretrained else (AutoModel.from_config(config), {})
     except (OSError, ValueError) as error:
         raise UserError(f"model.name: hf:{name} cannot be loaded ({first_line(error)[:160]})") from None
-    dim = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
-    return Adapted(backbone, int(dim), num_classes, dropout)
+    absent = sorted(map(str, told.get("missing_keys", ())))
+    if lacking := [key for key in absent if not key.startswith("pooler.")]:
+        raise UserError(
+            f"model.weights: hf:{name} lacks {', '.join(lacking[:4])}{', …' * (len(lacking) > 4)}: it would train from noise there"
+        )
+    if absent:
+        backbone.pooler = None  # published without: the class token is the feature, not a random layer on top of it
+    dim = getattr(config, "hidden_size", None) or (getattr(config, "hidden_sizes", None) or [0])[-1]
+    if not dim:
+        raise UserError(
+            f"model.name: hf:{name} is a {type(backbone).__name__}, which has no hidden_size: no backbone that fedlens can read"
+        )
+    takes = "interpolate_pos_encoding" in signature(backbone.forward).parameters
+    other = takes and getattr(config, "image_size", image_size) not in (image_size, [image_size] * 2, (image_size,) * 2)
+    return Adapted(backbone, int(dim), num_classes, dropout, {"interpolate_pos_encoding": True} if other else None)

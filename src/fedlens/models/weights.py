@@ -108,12 +108,14 @@ _HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model -> ours; the published 
     (r"^layernorm\.", "norm."),
     (r"^classifier\.", "head."),
 ]
-_UNUSED = re.compile(r"^(mask_token|embeddings\.mask_token|pooler\.)")  # published beside the backbone, never part of it
+_UNUSED = re.compile(
+    r"^(mask_token|embeddings\.mask_token|pooler\.|head\.(mlp|last_layer)\.)"
+)  # published beside the backbone, never part of it
 
 
 def to_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """DINO's own, timm's and Hugging Face's layouts -> DINO's names."""
-    state = {re.sub(r"^(module\.|backbone\.|vit\.|dinov2\.)+", "", name): tensor for name, tensor in found.items()}
+    state = {re.sub(r"^(module\.|_orig_mod\.|model\.|backbone\.|vit\.|dinov2\.)+", "", name): tensor for name, tensor in found.items()}
     state = {name: tensor for name, tensor in state.items() if not _UNUSED.match(name)}
     if "embeddings.cls_token" not in state:
         return state
@@ -130,8 +132,20 @@ def to_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def check_numbers(found: Mapping[str, Tensor], source: str) -> None:
+    """What can be a weight: dense, real, finite. Integers of a quantised file would be taken for the numbers that they stand for."""
+    for name, tensor in found.items():
+        plain = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+        if not plain or not tensor.is_floating_point():
+            what = str(tensor.dtype).removeprefix("torch.") if plain else "no plain tensor"
+            raise UserError(f"model.weights: {source}: {name} is {what}, allowed are dense tensors of real numbers")
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"model.weights: {source}: {name} has values that are not finite")
+
+
 def load_weights(model: ViT, found: Mapping[str, Tensor], source: str) -> None:
     """Fill the model from a checkpoint in any known layout. Only the head may be absent, and only as a whole."""
+    check_numbers(found, source)
     state, own = to_our_names(found), model.state_dict()
     if "pos_embed" in state and state["pos_embed"].ndim == 3:
         grid = model.image_size // model.shape.patch

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
@@ -196,13 +197,15 @@ class RunFolder:
             write_atomic(file, f"{secrets.randbits(256)}\n")
         return int(file.read_text())
 
-    def keep_client_vectors(self, vectors: Mapping[int, Tensor], space: ParamSpace) -> None:
-        """What each client added to the final model, as one task vector a client."""
+    def keep_client_vectors(self, vectors: Mapping[int, Mapping[str, Tensor]], model: Mapping[str, Tensor]) -> None:
+        """What each client added to the final model, as one task vector a client; over all of the model, as the run's own is, so that they can be added."""
         folder = self.path / CLIENTS_FOLDER
+        space = ParamSpace({name: tensor.shape for name, tensor in model.items() if tensor.is_floating_point()})
+        zeros = {name: torch.zeros(shape) for name, shape in space.shapes.items()}
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
             for client, vector in vectors.items():
-                TaskVector(space, vector).save(folder / f"{client}.safetensors")
+                TaskVector(space, space.flatten({**zeros, **vector})).save(folder / f"{client}.safetensors")
 
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
         self.settle()

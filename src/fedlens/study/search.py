@@ -117,7 +117,7 @@ class Search:
         asked = self._asked()
         if not file.exists():
             part.unlink(missing_ok=True)
-            storage = self.optuna.storages.RDBStorage(f"sqlite:///{part}")
+            storage = self.optuna.storages.RDBStorage(_address(part))
             new = self.optuna.create_study(storage=storage, study_name=self.space.name, direction="maximize")
             new.set_user_attr("asked", asked)
             new.enqueue_trial({dimension.key: dimension.default for dimension in self.space.dimensions})
@@ -280,11 +280,16 @@ def best_of(trials: Sequence[Mapping[str, Any]]) -> int | None:
 def open_study(folder: Path) -> Any:
     """The study of a search's folder, with its pruner."""
     found = optuna()
-    storage = found.storages.RDBStorage(f"sqlite:///{folder / DATABASE}", engine_kwargs={"connect_args": {"timeout": 60}})
+    storage = found.storages.RDBStorage(_address(folder / DATABASE), engine_kwargs={"connect_args": {"timeout": 60}})
     study = found.load_study(study_name=None, storage=storage)
     pruning = study.user_attrs["asked"]["pruning"]
     study.pruner = found.pruners.MedianPruner(n_startup_trials=pruning["startup"], n_warmup_steps=pruning["warmup"])
     return study
+
+
+def _address(file: Path) -> str:
+    """A path in an address: what has a meaning there is escaped."""
+    return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
 def search_folder(space: Space, given: str | None) -> Path:

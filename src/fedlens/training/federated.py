@@ -23,6 +23,7 @@ from fedlens.engine.work import Update, cohort_size, survives, training_cohort
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
+from fedlens.lens.merging import checked
 from fedlens.lens.merging import rule as merge_rule
 from fedlens.lens.norms import l2
 from fedlens.lens.space import ParamSpace
@@ -275,7 +276,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     if fed.client_vectors:
         added = {int(n.removeprefix("client.")): t for n, t in chosen.tensors.items() if n.startswith("client.")}
         zeros = torch.zeros(space.dense_size, device=device)
-        run.keep_client_vectors({k: space.expand(v.to(device), zeros).cpu() for k, v in added.items()}, space)
+        run.keep_client_vectors({k: space.views(space.expand(v.to(device), zeros).cpu()) for k, v in added.items()}, model.state_dict())
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
     log.info("%s (best round %d, %.0f s)", said(tested), best["step"], elapsed)
@@ -296,8 +297,9 @@ class Arrived:
 def merge(bench: Bench, clients: Clients, space: ParamSpace, theta: Tensor, arrived: Sequence[Arrived], round_: int) -> Tensor:
     """d = merge(Δ) by the rule that server.merge names, with what each rule may want to know."""
     c, who = bench.config.server, [a.client for a in arrived]
-    return merge_rule(c.merge)(
-        torch.stack([a.delta for a in arrived]),
+    rows = torch.stack([a.delta for a in arrived])
+    merged = merge_rule(c.merge)(
+        rows,
         torch.tensor([float(a.samples) for a in arrived]),
         trim=c.trim,
         clip_norm=c.clip_norm,
@@ -311,6 +313,7 @@ def merge(bench: Bench, clients: Clients, space: ParamSpace, theta: Tensor, arri
         sizes=space.active_sizes(),
         fishers=clients.fishers(who, theta) if c.merge == "fisher" else None,
     )
+    return checked(c.merge, merged, rows)
 
 
 def choose_alpha(bench: Bench, space: ParamSpace, theta: Tensor, d: Tensor) -> float:
