@@ -111,4 +111,5 @@ def from_huggingface(name: str, num_classes: int, pretrained: bool, image_size: 
         )
     takes = "interpolate_pos_encoding" in signature(backbone.forward).parameters
     other = takes and getattr(config, "image_size", image_size) not in (image_size, [image_size] * 2, (image_size,) * 2)
+    backbone = backbone.float()  # a file in half precision is read as such; what trains is single
     return Adapted(backbone, int(dim), num_classes, dropout, {"interpolate_pos_encoding": True} if other else None)

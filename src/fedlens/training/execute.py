@@ -119,7 +119,7 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
         path, go_on = ranks.tell(_where(config, go_on) if ranks.first else None)
         if go_on and ranks.tell((path / "summary.json").is_file()):
             return Run(path)
-        if go_on and ranks.world == 1:
+        if go_on and ranks.world == 1 and pick_device(config.device).type == "cpu":
             stack.enter_context(_threads_of(path))
         bench = set_up(config)
         shards = federated.make_shards(bench) if is_federated and clients is None else []
@@ -170,13 +170,20 @@ def _nothing_half_written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _threads_of(path: Path) -> Iterator[None]:
-    """As many threads as the run began with: on a CPU the last bits of a sum depend on how many add it."""
-    here, began = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
-    if not began.isdecimal() or int(began) in (0, here):
+    """As many threads as the run began with, where there are cores for them: on a CPU the last bits of a sum depend on how many add it."""
+    here, told = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
+    began = int(told) if told.isdecimal() else 0
+    if began in (0, here):
         yield
         return
-    log.info("with %s threads, as it began, not %d: the last bits of sums depend on it", began, here)
-    torch.set_num_threads(int(began))
+    if began > (os.cpu_count() or 1):
+        log.warning(
+            "begun with %d threads, here are %d: the last bits of sums may differ from those of a run that was not interrupted", began, here
+        )
+        yield
+        return
+    log.info("with %d threads, as it began, not %d: the last bits of sums depend on it", began, here)
+    torch.set_num_threads(began)
     try:
         yield
     finally:

@@ -92,7 +92,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     saved = run.latest_checkpoint() if run else None
     state, tensors = ranks.tell((saved.state, saved.tensors) if saved else None) or (None, {})
     if state is not None:
-        with fitting(run, state["step"]):
+        with fitting(run, state.get("step", 0)):
             model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
             server = {n.removeprefix("server."): t.to(device) for n, t in tensors.items() if n.startswith("server.")}
             added = {int(n.removeprefix("client.")): t.to(device) for n, t in tensors.items() if n.startswith("client.")}
