@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from conftest import FAST
 
 import fedlens as fl
 from fedlens.cli import main
+from fedlens.errors import UserError
 from fedlens.lens.merging import RULES
 from fedlens.study import arith
 from fedlens.study.arith import Lab, default_alphas, interpolate_runs, load_vector, sweep_run
@@ -169,6 +171,31 @@ def test_a_run_that_trained_on_the_others_validation_images_is_named(fed: Run, f
     other = fl.run([*FAST, "train.epochs=1", "seed=1", f"run.dir={folder / 'other-seed'}"])
     found = interpolate_runs(fed, other, "0,1")
     assert "another seed" in found["notes"][0]
+
+
+def test_a_vector_remembers_what_it_was_learned_from(fed: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = fl.run([*FAST, "train.epochs=1", "seed=1", f"run.dir={folder / 'third-seed'}"])
+    both = tmp_path / "both.safetensors"
+    assert main(["arith", "merge", str(fed.path), str(other.path), "--rule", "median", "--out", str(both)]) == 0
+    assert main(["arith", "scale", str(both), "0.5", "--out", str(both)]) == 0
+    for words in (
+        ["sweep", str(fed.path), str(both), "--alphas=0,1"],
+        ["forget", str(fed.path), "--tau", str(both), "--classes", "Bag", "--alphas=0,1"],
+    ):
+        assert main(["arith", *words, "--out", str(tmp_path / words[0])]) == 0
+        assert capsys.readouterr().out.count("note: third-seed has another seed") == 1
+    assert sweep_run(fed, fed.task_vector(), "0,1")["notes"] == []
+
+
+def test_a_run_of_a_rule_that_is_not_known_here_can_be_looked_at_but_not_gone_on_with(fed: Run, tmp_path: Path) -> None:
+    shutil.copytree(fed.path, tmp_path / "own")
+    config = tmp_path / "own" / "config.yaml"
+    config.write_text(config.read_text().replace("merge: mean", "merge: mine").replace("client_vectors: true", "client_vectors: false"))
+    run = fl.load_run(tmp_path / "own")
+    assert run.config.server.merge == "mine" and run.task_vector() == fed.task_vector()
+    (tmp_path / "own" / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"server\.merge: 'mine' given"):
+        run.resume()
 
 
 # --- forgetting

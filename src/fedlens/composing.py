@@ -126,11 +126,11 @@ def compose(overrides: Sequence[str]) -> Config:
         raise UserError(f"override: {_what_failed(error, wanted)}") from None
 
 
-def _on_top(composed: DictConfig, values: Sequence[Override]) -> Config:
+def _on_top(composed: DictConfig, values: Sequence[Override], to_train: bool = True) -> Config:
     """The configuration with these single values, as Hydra sets them."""
     for value in values:
         OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
-    return to_config(composed)
+    return to_config(composed, to_train)
 
 
 @cache
@@ -153,18 +153,20 @@ def _schema() -> DictConfig:
     return OmegaConf.structured(Config)  # type: ignore[no-any-return]
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig, to_train: bool = True) -> Config:
     try:
         whole = OmegaConf.merge(_schema(), composed)
         config = OmegaConf.to_object(whole)
     except OmegaConfBaseException as error:
         raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from None
     assert isinstance(config, Config)
-    return validate(config)
+    return validate(config, to_train=to_train)
 
 
-def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave."""
+def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = True) -> Config:
+    """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave.
+
+    `to_train` False: it is only looked at, and may name rules of somebody's own that this process does not have."""
     try:
         saved = OmegaConf.load(path)
     except (OSError, ValueError) as error:
@@ -180,7 +182,7 @@ def from_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         values = OverridesParser.create().parse_overrides(wanted)
         if sweep := next((value for value in values if value.is_sweep_override()), None):
             raise UserError(f"override: {sweep.input_line!r} given, allowed is one value")
-        return _on_top(OmegaConf.merge(_schema(), saved), values)  # type: ignore[arg-type]
+        return _on_top(OmegaConf.merge(_schema(), saved), values, to_train)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
 

@@ -206,7 +206,8 @@ def merge(
         options["sizes"] = space.sizes
     if options.get("fishers") is not None:
         options["fishers"] = [_flat_fisher(vectors[0], f) for f in options["fishers"]]
-    return TaskVector(space, checked(rule, RULES[rule](rows, _checked_weights(weights, len(vectors)), **options), rows))
+    merged = checked(rule, RULES[rule](rows, _checked_weights(weights, len(vectors)), **options), rows)
+    return TaskVector(space, merged, frozenset().union(*(vector.origins for vector in vectors)))
 
 
 def checked(rule: str, merged: Any, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -35,16 +35,19 @@ class HasMask(Protocol):
 
 
 class TaskVector:
-    """τ as `vector` [P] over `space`. Operations return new ones; two of them must share names and shapes, not devices."""
+    """τ as `vector` [P] over `space`. Operations return new ones; two of them must share names and shapes, not devices.
+
+    `origins`: what it was learned from, in the words of whoever made it. They stay with it through the algebra and in its file; equality ignores them.
+    """
 
     __array_ufunc__ = None  # a numpy scalar on the left leaves the product to us
     __hash__ = None  # type: ignore[assignment]  # compared by value, and the vector can change
 
-    def __init__(self, space: ParamSpace, vector: Tensor) -> None:
+    def __init__(self, space: ParamSpace, vector: Tensor, origins: Collection[str] = ()) -> None:
         size = sum(space.sizes)  # whole tensors, also where the space is a masked one
         if vector.shape != (size,) or not vector.is_floating_point():
             raise UserError(f"task vector: {vector.dtype} {tuple(vector.shape)} given, allowed is a floating-point vector of {size}")
-        self.space, self.vector = space, vector.detach()
+        self.space, self.vector, self.origins = space, vector.detach(), frozenset(origins)
 
     @classmethod
     def between(cls, before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor]) -> "TaskVector":
@@ -60,13 +63,17 @@ class TaskVector:
     # --- the algebra
 
     def __add__(self, other: "TaskVector") -> "TaskVector":
-        return TaskVector(self.space, self.vector + self.aligned(other)) if isinstance(other, TaskVector) else NotImplemented
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        return TaskVector(self.space, self.vector + self.aligned(other), self.origins | other.origins)
 
     def __radd__(self, other: int) -> "TaskVector":
         return self if isinstance(other, int) and other == 0 else NotImplemented  # sum([...]) starts at 0
 
     def __sub__(self, other: "TaskVector") -> "TaskVector":
-        return TaskVector(self.space, self.vector - self.aligned(other)) if isinstance(other, TaskVector) else NotImplemented
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        return TaskVector(self.space, self.vector - self.aligned(other), self.origins | other.origins)
 
     def __neg__(self) -> "TaskVector":
         return self * -1.0
@@ -74,7 +81,9 @@ class TaskVector:
     def __mul__(self, scalar: float) -> "TaskVector":
         if not isinstance(scalar, Real):
             return NotImplemented
-        return TaskVector(self.space, (self.vector * float(scalar)).add_(0.0))  # + 0.0 turns −0.0 into 0.0: sparse stays sparse on disk
+        return TaskVector(
+            self.space, (self.vector * float(scalar)).add_(0.0), self.origins
+        )  # + 0.0 turns −0.0 into 0.0: sparse stays sparse on disk
 
     __rmul__ = __mul__
 
@@ -83,7 +92,7 @@ class TaskVector:
             return NotImplemented
         if scalar == 0:
             raise bad_value("task vector: divisor", scalar, "any number but 0")
-        return TaskVector(self.space, (self.vector / float(scalar)).add_(0.0))
+        return TaskVector(self.space, (self.vector / float(scalar)).add_(0.0), self.origins)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TaskVector):
@@ -150,7 +159,7 @@ class TaskVector:
         found = mask.as_dict()
         check_fits(self.space, found, "the mask")
         kept = self.space.flatten({name: found[name].to(self.vector.device) for name in self.space.shapes})
-        return TaskVector(self.space, torch.where(kept.bool(), self.vector, 0.0))
+        return TaskVector(self.space, torch.where(kept.bool(), self.vector, 0.0), self.origins)
 
     # --- the file
 
@@ -164,6 +173,7 @@ class TaskVector:
             tensors = self.space.views(vector)
         names = json.dumps(list(self.space.shapes.items()))
         metadata = {"format": FORMAT, "encoding": "sparse" if sparse else "dense", "space": names, "sha256": _digest(names, vector)}
+        metadata |= {"origins": json.dumps(sorted(self.origins))} if self.origins else {}
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +196,7 @@ class TaskVector:
             space = ParamSpace(dict(json.loads(metadata["space"])))
             vector = _unpacked(space, tensors) if metadata["encoding"] == "sparse" else space.flatten(tensors)
             intact = vector.shape == (space.size,) and metadata["sha256"] == _digest(metadata["space"], vector)
+            origins = [str(origin) for origin in json.loads(metadata.get("origins", "[]"))]
         except FileNotFoundError:
             raise UserError(f"task vector: {path} does not exist") from None
         except (SafetensorError, OSError) as error:
@@ -194,7 +205,7 @@ class TaskVector:
             intact = False
         if not intact:
             raise UserError(f"task vector: {path} is damaged")
-        return cls(space, vector)
+        return cls(space, vector, origins)
 
 
 def check_fits(space: ParamSpace, tensors: Mapping[str, Tensor], owner: str, exactly: bool = False) -> None:

@@ -382,7 +382,7 @@ def fitting(run: "RunFolder | None", step: int) -> Iterator[None]:
     """A checkpoint is put into place: one of another model, or whose state.json was changed, is an error in one line."""
     try:
         yield
-    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else first_line(error).removesuffix(":")
         where = "" if run is None else f"{run.path}: "
         raise UserError(f"run.dir: {where}the checkpoint of step {step} does not fit the run's config.yaml ({what})") from None

@@ -3,7 +3,8 @@
 Whatever is chosen is chosen on validation images; the test set is read after that, at the few points that are reported.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,10 @@ def sweep_run(
     run: Run, tau: TaskVector | Source | None = None, grid: Alphas | None = None, *, device: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """θ₀ + α·τ from a run's θ₀, along its own τ or another: α chosen on validation, then the test set there and at α = 0 and 1."""
-    notes, end = [], run.state if tau is None else None
+    end = run.state if tau is None else None
     if isinstance(tau, str | Path):
-        notes = [] if not is_run(tau) else same_validation(run, load_run(tau))
         tau = load_vector(tau)
+    notes = [] if tau is None else same_validation(run, tau.origins)
     vector = run.task_vector() if tau is None else tau
     end = vector.apply_to(run.start) if end is None else end  # its own end to the bit, not to the rounding of θ₀ + τ
     lab = Lab(run, device, root)
@@ -161,7 +162,7 @@ def interpolate_runs(
     """W_a + α(W_b − W_a) between two finished runs of the same data and model; outside [0, 1] it extrapolates."""
     check_same_task(run_a, run_b)
     lab, between = Lab(run_a, device, root), TaskVector.between(run_a.state, run_b.state)
-    facts = {"run_a": str(run_a.path), "run_b": str(run_b.path), "norm": between.norm(), "notes": same_validation(run_a, run_b)}
+    facts = {"run_a": str(run_a.path), "run_b": str(run_b.path), "norm": between.norm(), "notes": same_validation(run_a, [run_b.origin])}
     return facts | along(lab, lab.theta(run_a.state), lab.theta(run_b.state), alphas(grid))
 
 
@@ -205,9 +206,22 @@ def check_same_task(a: Run, b: Run) -> None:
             raise UserError(f"{field}: {ours!r} in {a.path} and {theirs!r} in {b.path}, allowed is the same in both")
 
 
-def same_validation(a: Run, b: Run) -> list[str]:
-    """A note where one run trained on what the other validates on."""
-    one, other = a.config, b.config
-    if one.data.name != other.data.name or (one.seed, one.data.val_fraction) == (other.seed, other.data.val_fraction):
-        return []
-    return [f"{b.path} has another seed or data.val_fraction: it trained on validation images of {a.path}, which flatters it there"]
+def same_validation(run: Run, origins: Iterable[str]) -> list[str]:
+    """A note for every other run that trained on what this one validates on."""
+    ours, notes = json.loads(run.origin), []
+    for told in sorted(origins):
+        theirs = _told(told)
+        if theirs and theirs["data"] == ours["data"] and any(theirs[key] != ours[key] for key in ("seed", "val_fraction")):
+            notes.append(
+                f"{theirs['run']} has another seed or data.val_fraction: it trained on validation images of {run.path}, which flatters it there"
+            )
+    return notes
+
+
+def _told(told: str) -> dict[str, Any]:
+    """What a run said; {}: somebody else's words."""
+    try:
+        found = json.loads(told)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and found.keys() >= {"run", "data", "seed", "val_fraction"} else {}

@@ -196,7 +196,7 @@ def _line(found: Mapping[str, Any], path: Path, ends: tuple[str, str]) -> int:
 
 
 def forget_command(args: argparse.Namespace) -> int:
-    from fedlens.study.arith import Lab, load_vector
+    from fedlens.study.arith import Lab, load_vector, same_validation
     from fedlens.study.edit_figures import alpha_figure
     from fedlens.study.forget import forget, forget_client, named_classes
     from fedlens.training.execute import load_run
@@ -210,6 +210,7 @@ def forget_command(args: argparse.Namespace) -> int:
     else:
         what, tau, lab = str(args.tau), load_vector(args.tau), Lab(run, args.device, args.root)
         found = forget(lab, tau, named_classes(lab, args.classes.split(",")), keep=keep, grid=args.alphas)
+        found["notes"] += same_validation(run, tau.origins)
     before, after = found["before"], found["after"]
     rows = [
         [f"{which}, {split}", *(f"{100 * p[f'{key}_{which}']:.2f}" for p in (before, after))]

@@ -5,6 +5,7 @@ would have seen: resuming is exact by construction. The test set is read once, a
 """
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -49,7 +50,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         if cfg.mask.strategy:  # step 1
             mask, facts = make_mask(bench)
         run.keep_start(model.state_dict(), mask)
-    elif saved.state["mask"]:
+    elif saved.state.get("mask"):
         mask = Mask.load(run.path / MASK_FILE)
     space = masked_space(bench, mask)
     optimizer = make_optimizer(model, cfg, mask)
@@ -122,6 +123,8 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             score = None
             if len(bench.val):
                 line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
+                if not math.isfinite(line["val_loss"]):  # weights may be finite and of no use
+                    raise _not_finite(step)
                 score = line["val_accuracy"]
                 if best["score"] is None or score > best["score"]:
                     best, stale = {"score": score, "step": step}, 0

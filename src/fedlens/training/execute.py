@@ -1,5 +1,6 @@
 """A run from configuration to summary, and runs as objects: what `fedlens run`, `fedlens resume` and the Python API share."""
 
+import json
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedlens.composing import compose, from_file, to_yaml
-from fedlens.config import Config
+from fedlens.config import Config, validate
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError, bad_value
 from fedlens.identity import identity
@@ -40,7 +41,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return from_file(self.path / "config.yaml")
+        return from_file(self.path / "config.yaml", to_train=False)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -73,7 +74,15 @@ class Run:
 
     def task_vector(self) -> TaskVector:
         """τ = θ_T − θ₀: what the run learned."""
-        return TaskVector.between(self.start, self.state)
+        tau = TaskVector.between(self.start, self.state)
+        return TaskVector(tau.space, tau.vector, [self.origin])
+
+    @property
+    def origin(self) -> str:
+        """What its vectors have to say of themselves: which images they may have seen."""
+        config = self.config
+        told = {"run": self.path.name, "data": config.data.name, "seed": config.seed, "val_fraction": config.data.val_fraction}
+        return json.dumps(told)
 
     def client_vectors(self, of: Iterable[int] | None = None) -> dict[int, TaskVector]:
         """With federated.client_vectors: what each client, or each of these in their order, added to the final model."""
@@ -83,12 +92,13 @@ class Run:
         wanted = sorted(files) if of is None else list(of)
         if strange := [client for client in wanted if client not in files]:
             raise bad_value("client", strange[0], f"one that added to the final model: {', '.join(map(str, sorted(files)))}")
-        return {client: TaskVector.load(files[client]) for client in wanted}
+        vectors = {client: TaskVector.load(files[client]) for client in wanted}
+        return {client: TaskVector(tau.space, tau.vector, [self.origin]) for client, tau in vectors.items()}
 
     def resume(self) -> "Run":
         """Go on from the last sound checkpoint; a finished run is left as it is."""
         if not self.finished:
-            config = self.config
+            config = validate(self.config)
             config.run.dir = str(self.path)
             execute(config, go_on=True)
         return self

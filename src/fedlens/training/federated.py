@@ -79,7 +79,7 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     needs_all = keeps_rows or fed.algorithm == "scaffold"  # on every rank
     traffic = clients.traffic
     asked = cohort_size(fed.clients, fed.participation)
-    if cfg.server.merge == "trimmed_mean" and cfg.server.trim * asked < 1:
+    if cfg.server.merge == "trimmed_mean" and cfg.server.trim * asked + 1e-9 < 1:
         log.warning("server.trim: %g of %d clients cuts nobody: this is the plain mean", cfg.server.trim, asked)
 
     # --- where we are: at the start, or where the last sound checkpoint was written
@@ -117,7 +117,8 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     down = traffic.down
     clients.begin(space, mask, fresh=state is None)
     if state is not None:
-        traffic.up, traffic.down = traffic.up + state["counts"]["bytes_up"], traffic.down + state["counts"]["bytes_down"]
+        with fitting(run, round_):
+            traffic.up, traffic.down = traffic.up + state["counts"]["bytes_up"], traffic.down + state["counts"]["bytes_down"]
     elif facts is not None:
         facts = {**facts, "bytes_down": facts["bytes_down"] + traffic.down - down}
     theta = space.read(model)  # [P]
@@ -345,6 +346,8 @@ def evaluate(
         return {"score": None, "step": round_ if round_ == bench.config.federated.rounds else None}, stale, None
     space.write(bench.model, theta)
     line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
+    if not np.isfinite(line["val_loss"]):
+        raise UserError(f"round {round_}: the validation loss is not finite; a lower server.lr or optim.lr may help; no such model was saved")
     score: float = line["val_accuracy"]
     if best["score"] is None or score > best["score"]:
         return {"score": score, "step": round_}, 0, score
