@@ -77,6 +77,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "experiment=fedavg_iid", "server.alphas=[1,-1]"], "server.alphas"),
     ([*RUN, "experiment=fedavg_iid", "server.alphas=[1]", "server.optimizer=adam"], "server.alphas"),
     ([*RUN, "experiment=fedavg_iid", "server.alphas=[1]", "head=linear", "data.val_fraction=0"], "server.alphas"),
+    ([*RUN, "experiment=fedavg_iid", "federated.target_accuracy=0.5", "head=linear", "data.val_fraction=0"], "federated.target_accuracy"),
     ([*RUN, "experiment=fedavg_noniid", "data.classes_per_client=11"], "at most the number of classes"),
     ([*RUN, "experiment=fedavg_noniid", "federated.clients=9"], "without a client"),
     (["run", "--config", "missing.yaml"], "missing.yaml"),

@@ -128,6 +128,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_no_such_state(fast_ru
     assert "ERROR" in (tmp_path / "r" / "log.txt").read_text()
 
 
+finite_but_of_no_use = pytest.mark.xfail(reason="weights of 1e29 are finite, what the model says is not", strict=True)
+
+
+@pytest.mark.parametrize(
+    "rates", [["optim.lr=1e38", "optim.weight_decay=100"], pytest.param(["optim.lr=1e30"], marks=finite_but_of_no_use)], ids=["inf", "nan"]
+)
+def test_a_model_that_the_last_step_made_not_finite_is_neither_saved_nor_reported(
+    fast_run: Callable[..., Any], tmp_path: Any, rates: list[str]
+) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        fast_run("r", *rates, "optim.batch_size=540", "optim.clip_norm=null", "train.epochs=1")
+    assert not (tmp_path / "r").exists()
+
+
 def test_two_seeds_differ_and_equal_seeds_agree(fast_run: Callable[..., Any]) -> None:
     a, b, c = (fast_run(n, "train.epochs=1", f"seed={s}").state["norm.weight"] for n, s in (("a", 1), ("b", 1), ("c", 2)))
     assert torch.equal(a, b)

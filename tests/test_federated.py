@@ -119,6 +119,13 @@ def test_norms_of_as_many_weights_as_a_vit_has_are_exact() -> None:
     assert sums.metrics()["cosine"] == pytest.approx(float(cosines(torch.stack(apart))[0, 1]), abs=1e-6)
 
 
+def test_gradients_as_long_as_a_vits_are_clipped_to_the_norm_that_was_asked_for() -> None:
+    grad = torch.randn(2, 5_000_003, generator=torch.Generator().manual_seed(0))
+    theta = torch.zeros_like(grad)
+    moved, _ = sgd_step(theta, grad, torch.zeros_like(grad), 1.0, LocalRule(1.0, clip_norm=3.0), True)
+    assert moved.double().norm(dim=1).tolist() == pytest.approx([3.0, 3.0], rel=1e-6)
+
+
 def test_an_abandoned_round_leaves_no_worker_running(bench: Bench) -> None:
     torch.set_num_threads(2)
     try:
@@ -143,6 +150,14 @@ def test_cohort_equals_sequential(fed_run: Callable[..., Any], algorithm: str, u
     assert distance({n: a.state[n] for n in begin}, {n: b.state[n] for n in begin}, begin) < 1e-5
     assert a.summary["bytes_up"] == b.summary["bytes_up"]
     assert (a.summary["dropped"] > 0) == uneven
+
+
+def test_a_straggler_that_stopped_before_its_weights_overflowed_is_kept_by_both_engines(fed_run: Callable[..., Any]) -> None:
+    options = ["federated.clients=6", "federated.participation=1", "federated.straggler_rate=0.7", "federated.rounds=1"]
+    options += ["optim.lr=1e15", "optim.clip_norm=null", "server.lr=1e-17", "federated.client_metrics=true"]
+    a, b = (fed_run(e, f"federated.engine={e}", *options).metrics[0]["client_metrics"] for e in ("sequential", "cohort"))
+    assert 0 < len(a) < 6 and [(d["client"], d["steps"]) for d in a] == [(d["client"], d["steps"]) for d in b]
+    assert [d["loss"] for d in b] == pytest.approx([d["loss"] for d in a], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -434,6 +449,25 @@ def test_a_run_that_chooses_alpha_resumes_to_the_same_bits(fed_run: Callable[...
     assert same(whole.state, again.state) and [m["alpha"] for m in again.metrics] == [m["alpha"] for m in whole.metrics]
 
 
+def test_no_alpha_is_told_of_a_round_that_nobody_answered(fed_run: Callable[..., Any]) -> None:
+    lines = fed_run("r", "server.alphas=[0.25,0.5]", "federated.dropout_rate=0.8", "head=linear").metrics
+    assert len({line["clients"] == 0 for line in lines}) == 2  # some of both
+    assert all(("alpha" in line) == (line["clients"] > 0) for line in lines)
+
+
+def test_under_fednova_the_norm_of_clients_is_that_of_what_they_sent(fed_run: Callable[..., Any]) -> None:
+    options = ["federated.algorithm=fednova", "federated.straggler_rate=0.6", "federated.client_metrics=true", "federated.rounds=1"]
+    line = fed_run("r", *options).metrics[0]
+    assert len({d["steps"] for d in line["client_metrics"]}) > 1
+    assert line["client_norm"] == pytest.approx(np.mean([d["norm"] for d in line["client_metrics"]]))
+
+
+def test_a_trimmed_mean_that_cuts_nobody_is_warned_of(fed_run: Callable[..., Any]) -> None:
+    for name, trim, said in (("nobody", 0.1, 1), ("one", 0.2, 0)):  # of 6 clients
+        run = fed_run(name, "server.merge=trimmed_mean", f"server.trim={trim}", "federated.rounds=1", "head=linear")
+        assert (run.path / "log.txt").read_text().count("server.trim: 0.1 of 6 clients cuts nobody") == said
+
+
 @settings(max_examples=30, deadline=None)
 @given(clients=st.integers(1, 9), seed=st.integers(0, 2**31), rule=st.sampled_from(sorted(RULES)))
 def test_equal_updates_merge_to_themselves_under_every_rule(clients: int, seed: int, rule: str) -> None:
@@ -565,6 +599,20 @@ def test_scaffold_s_controls_follow_option_two() -> None:
     assert torch.allclose(offset(3), algorithm.server)
 
 
+def test_scaffold_s_server_control_is_the_mean_of_those_that_train() -> None:
+    from fedlens.training.algorithms import Scaffold
+
+    config = compose([*SMALL, "federated.clients=5", "federated.exclude=[0]", "federated.idle=[4]", "optim.momentum=0"])
+    algorithm, deltas = Scaffold(config), torch.randn(2, 5, 3)
+    for round_ in deltas:
+        algorithm.offsets(torch.zeros(3))
+        for client in (1, 2, 3):
+            algorithm.received(Update(client, 10, 5, round_[client], torch.tensor(0.0)), lr=0.1)
+        algorithm.end_round()
+        assert algorithm.server is not None
+        assert torch.allclose(algorithm.server, torch.stack(list(algorithm.clients.values())).mean(0), atol=1e-5)
+
+
 # --- randomness, resume, counts ------------------------------------------------------------------------------------
 
 
@@ -635,7 +683,8 @@ def test_bytes_are_those_of_what_would_be_sent(fed_run: Callable[..., Any]) -> N
         run = fed_run(algorithm, f"federated.algorithm={algorithm}", "federated.dropout_rate=0.4")
         s = run.summary
         sampled = 3 * round(0.15 * 37)
-        assert s["bytes_down"] == sampled * vectors * 4 * s["trainable_parameters"]
+        assert s["ridge"]["bytes_down"] == 37 * 4 * 129 * 10  # the head, to every client that sent sums for it
+        assert s["bytes_down"] == s["ridge"]["bytes_down"] + sampled * vectors * 4 * s["trainable_parameters"]
         head = 37 * 8 * (129 * 130 // 2 + 129 * 10)
         assert s["ridge"]["bytes_up"] == head
         assert s["bytes_up"] == head + (sampled - s["dropped"]) * vectors * 4 * s["trainable_parameters"]
@@ -660,6 +709,12 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_logged(fed_run: Cal
 def test_a_cohort_of_which_nothing_is_finite_is_one_line(fed_run: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="no client's update is finite"):
         fed_run("r", "optim.lr=1e30", "optim.clip_norm=null")
+
+
+def test_a_step_of_the_server_that_is_not_finite_is_one_line_and_no_such_model_is_kept(fed_run: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="round 1: the server's step is not finite"):
+        fed_run("r", "server.lr=1e38", "federated.rounds=1", "federated.clients=10")
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_round_that_everyone_misses_changes_nothing(fed_run: Callable[..., Any]) -> None:

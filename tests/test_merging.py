@@ -362,3 +362,8 @@ def test_a_rule_of_one_s_own_that_gives_no_vector_is_found_out(own: object, mess
     vectors = [TaskVector(ParamSpace({"w": torch.Size([3])}), torch.ones(3))] * 2
     with pytest.raises(UserError, match=message):
         merge(vectors, "own")
+
+
+def test_a_trimmed_mean_cuts_as_many_as_its_fraction_says() -> None:
+    outliers = torch.cat([torch.zeros(71, 1), torch.ones(29, 1)])
+    assert RULES["trimmed_mean"](outliers, torch.ones(100), trim=0.29) == 0  # 0.29 · 100 is 28.999…96 in floating point

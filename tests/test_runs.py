@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST
+from safetensors import SafetensorError
 
 import fedlens as fl
 from fedlens.cli import main
+from fedlens.composing import compose
 from fedlens.errors import UserError
 from fedlens.runs import store
 from fedlens.runs.environment import commit, commit_of
 from fedlens.runs.store import RunFolder, is_finished, read_metrics, read_model, read_summary
+from fedlens.runs.trackers import TRACKERS
+from fedlens.training import centralized, execute
 
 
 def folder(path: Path, **kw: int) -> RunFolder:
@@ -156,6 +160,37 @@ def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
     RunFolder.open(tmp_path / "r").close()
 
 
+def test_a_start_that_is_refused_leaves_the_run_that_another_began_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, held, real = tmp_path / "r", list[RunFolder](), execute.set_up
+
+    def meanwhile(config: Any) -> Any:
+        held.append(folder(path))
+        return real(config)
+
+    monkeypatch.setattr(execute, "set_up", meanwhile)
+    with pytest.raises(UserError, match="already holds a run"):
+        execute.execute(compose([*FAST, f"run.dir={path}"]))
+    held[0].close()
+    assert (path / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_a_run_that_another_made_and_left_before_the_lock_was_ours_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store.take_lock
+
+    def late(path: Path) -> Any:
+        (path / "config.yaml").write_text("of: another\n")
+        return real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "take_lock", late)
+        with pytest.raises(UserError, match="already holds a run"):
+            execute.execute(compose([*FAST, f"run.dir={tmp_path / 'r'}"]))
+    assert (tmp_path / "r" / "config.yaml").read_text() == "of: another\n"
+    RunFolder.open(tmp_path / "r").close()  # the lock was given back
+
+
 def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -188,6 +223,32 @@ def test_a_full_disk_at_the_last_checkpoint_is_told_at_the_end_unless_something_
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "s", lambda: 1 // 0)
     RunFolder.open(tmp_path / "r").close()  # the lock was given back
+
+
+def torn_by_a_full_disk(_: object, file: Path) -> None:
+    """As safetensors does it: an error of its own, and half a file."""
+    Path(file).write_bytes(b"half")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_a_full_disk_under_the_first_or_the_last_weights_is_one_line_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "save_file", torn_by_a_full_disk)
+    with folder(tmp_path / "r") as run:
+        for write in (lambda: run.keep_start({"a": torch.zeros(1)}, None), lambda: run.finish({}, {"a": torch.zeros(1)})):
+            with pytest.raises(UserError, match=r"No space left on device .*; what was saved before is intact"):
+                write()
+            assert not list(run.path.glob("*.safetensors*"))
+
+
+def test_a_run_that_a_full_disk_ends_before_it_trained_leaves_no_folder(
+    fast_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "save_file", torn_by_a_full_disk)
+    with pytest.raises(UserError, match=r"start\.safetensors cannot be written"):
+        fast_run("r", "head=linear", "train.epochs=1")
+    assert not (tmp_path / "r").exists()
 
 
 def test_training_goes_on_while_a_checkpoint_of_where_it_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +303,20 @@ def test_the_saved_configuration_reproduces_the_run(fast_run: Callable[..., Any]
     second = execute(config)
     assert identity(first.config) == identity(second.config)
     assert same(first.state, second.state)
+
+
+def test_weights_that_a_run_wrote_are_known_by_what_they_hold_and_others_by_their_name(tmp_path: Path) -> None:
+    from fedlens.identity import identity
+
+    def known(place: str, name: str, content: bytes) -> str:
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / name).write_bytes(content)
+        return identity(compose([*FAST, f"model.weights={tmp_path / place / name}"]))
+
+    for name in ("model.safetensors", "start.safetensors"):
+        assert known("a", name, b"one") == known("b", name, b"one") != known("c", name, b"other")
+        assert known("a", name, b"one more") != known("b", name, b"one")  # the same place, written again
+    assert known("a", "dino.pth", b"one") == known("b", "dino.pth", b"other")
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -318,6 +393,58 @@ def test_a_run_whose_newest_checkpoint_is_torn_still_ends_with_the_same_bits(fas
     newest.write_bytes(newest.read_bytes()[:1000])
     assert same(fl.load_run(torn.path).resume().state, whole.state)
     assert "damaged" in (torn.path / "log.txt").read_text()
+
+
+def test_a_run_goes_on_with_as_many_threads_as_it_began_with(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen, real = fast_run("r", "head=linear", "train.epochs=1"), list[int](), centralized.train
+    assert json.loads((run.path / "environment.json").read_text())["threads"] == "1"
+    (run.path / "summary.json").unlink()
+
+    def watched(*given: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return real(*given)
+
+    monkeypatch.setattr(centralized, "train", watched)
+    torch.set_num_threads(2)
+    try:
+        run.resume()
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def other_images(run: fl.Run) -> None:
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("image_size: 28", "image_size: 56"))
+
+
+def without(key: str) -> Callable[[fl.Run], None]:
+    def harm(run: fl.Run) -> None:
+        for file in (run.path / "checkpoints").rglob("state.json"):
+            file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != key}))
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("experiment", "harm", "why"),
+    [
+        ("centralized", other_images, "Error.*state_dict"),
+        ("centralized", without("scaler"), "no 'scaler'"),
+        ("fedavg_iid", other_images, "Error.*state_dict"),
+        ("fedavg_iid", without("counts"), "no 'counts'"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_run_is_one_line(
+    fast_run: Callable[..., Any], experiment: str, harm: Callable[[fl.Run], None], why: str
+) -> None:
+    few = ["federated.clients=3", "federated.participation=1", "federated.local_steps=1", "federated.rounds=1"]
+    run = fast_run("r", f"experiment={experiment}", "model.image_size=28", "head=linear", "train.epochs=1", *few)
+    (run.path / "summary.json").unlink()
+    harm(run)
+    with pytest.raises(UserError, match=rf"the checkpoint of step \d+ does not fit the run's config\.yaml \({why}") as error:
+        run.resume()
+    assert "\n" not in str(error.value)
 
 
 def test_nothing_but_the_test_figures_depends_on_the_test_labels(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,3 +539,43 @@ def test_trackers_get_every_metric_of_the_run(fast_run: Callable[..., Any], name
         assert [h.value for h in history] == pytest.approx(want)
     else:
         assert list((run.path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+class Recorder:
+    """A tracker that may be out of reach from the start, or from this step on."""
+
+    def __init__(self, *_: object, lost: int | None = None) -> None:
+        self.steps, self.lost, self.finished = list[int](), lost, False
+        if lost == 0:
+            raise ConnectionError("no route to host\nand a trace of many lines")
+
+    def log(self, _: object, step: int) -> None:
+        if self.lost is not None and step >= self.lost:
+            raise ConnectionError("no route to host")
+        self.steps.append(step)
+
+    def finish(self, _: object) -> None:
+        self.finished = True
+
+
+def test_a_tracker_that_cannot_be_begun_is_one_line(fast_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *given: Recorder(*given, lost=0))
+    with pytest.raises(UserError, match=r"run\.trackers: wandb cannot be begun: no route to host$"):
+        fast_run("r", "run.trackers=[wandb]")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_tracker_that_is_lost_on_the_way_is_left_out_and_one_who_watches_ends_the_run(
+    fast_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, sound = Recorder(lost=2), Recorder()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: lost)
+    monkeypatch.setitem(TRACKERS, "mlflow", lambda *_: sound)
+    options = ["head=linear", "data.val_fraction=0.8", "optim.batch_size=120", "train.epochs=3"]
+    run = fast_run("r", *options, "run.trackers=[wandb,mlflow]")
+    assert run.finished and sound.steps == [1, 2, 3] and sound.finished
+    assert lost.steps == [1] and not lost.finished
+    assert (run.path / "log.txt").read_text().count("WARNING | tracker wandb: no route to host; the run goes on without it") == 1
+    with pytest.raises(ConnectionError):
+        execute.execute(compose([*FAST, *options, f"run.dir={tmp_path / 's'}"]), watch=Recorder(lost=2))
+    assert not fl.load_run(tmp_path / "s").finished

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedlens.errors import UserError
 from fedlens.models import create_model
+from fedlens.models.adapters import Adapted
 from fedlens.models.vit import ViT, ViTShape, attend, resize_positions
 
 SMALL = ViTShape(patch=4, dim=24, depth=3, heads=3, image_size=16, layer_scale=True)
@@ -123,6 +124,33 @@ def test_dropout_by_a_given_mask_acts_on_the_features() -> None:
     model, images = random_vit(0), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     keep = torch.zeros(2, 24, dtype=torch.float64)
     assert torch.allclose(model(images, keep=keep), model.head.bias.expand(2, -1))
+
+
+class DropPath(nn.Module):
+    drop_prob = 0.2
+
+
+def test_chance_inside_someone_elses_backbone_is_turned_off_and_ours_before_the_head_stays() -> None:
+    block = nn.ModuleDict({"drop": nn.Dropout(0.1), "path": DropPath(), "attention": nn.MultiheadAttention(4, 2, dropout=0.3)})
+    model = Adapted(nn.ModuleList([nn.Linear(4, 4), block]), 4, 3, dropout=0.5)
+    assert block["drop"].p == block["path"].drop_prob == block["attention"].dropout == 0
+    assert model.drop.p == 0.5
+
+
+def test_a_backbone_of_hugging_face_in_training_has_one_output() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.ViTConfig(**shape, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    model = Adapted(transformers.ViTModel(config, add_pooling_layer=False), 16, 3, dropout=0.0).train()
+    images = torch.randn(2, 3, 28, 28)
+    assert torch.equal(model(images), model(images))
 
 
 def test_initialisation_is_a_function_of_the_seed() -> None:
