@@ -180,7 +180,7 @@ def test_a_vector_remembers_what_it_was_learned_from(fed: Run, folder: Path, tmp
     assert main(["arith", "scale", str(both), "0.5", "--out", str(both)]) == 0
     for words in (
         ["sweep", str(fed.path), str(both), "--alphas=0,1"],
-        ["forget", str(fed.path), "--tau", str(both), "--classes", "Bag", "--alphas=0,1"],
+        ["forget", str(fed.path), "--tau", str(both), "--classes", "8", "--alphas=0,1"],
     ):
         assert main(["arith", *words, "--out", str(tmp_path / words[0])]) == 0
         assert capsys.readouterr().out.count("note: third-seed has another seed") == 1

@@ -347,7 +347,9 @@ def evaluate(
     space.write(bench.model, theta)
     line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
     if not np.isfinite(line["val_loss"]):
-        raise UserError(f"round {round_}: the validation loss is not finite; a lower server.lr or optim.lr may help; no such model was saved")
+        raise UserError(
+            f"round {round_}: the validation loss is not finite; a lower server.lr or optim.lr may help; no such model was saved"
+        )
     score: float = line["val_accuracy"]
     if best["score"] is None or score > best["score"]:
         return {"score": score, "step": round_}, 0, score
