@@ -543,6 +543,17 @@ def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
     assert {p.config.optim.lr for p in settled(plan, [climb]).runs} == {0.1} and len(plan.runs) == 4
 
 
+def test_short_runs_may_differ_in_what_the_plan_sets_for_them_alone(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [optim.batch_size=3, train.precision=bf16]"))
+    plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    short = plan.tunes[0].trial(0).config
+    assert (short.optim.batch_size, short.train.precision) == (3, "bf16")
+    assert {(p.config.optim.batch_size, p.config.train.precision) for p in plan.runs}.isdisjoint({(3, "bf16")})
+    (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [optim.batchsize=3]"))
+    with pytest.raises(UserError, match=r"did you mean 'optim\.batch_size'"):
+        read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+
+
 def test_a_study_tunes_first_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

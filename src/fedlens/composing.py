@@ -163,6 +163,16 @@ def to_config(composed: DictConfig, to_train: bool = True) -> Config:
     return validate(config, to_train=to_train)
 
 
+def with_values(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with overrides of single keys on top."""
+    if not overrides:
+        return config
+    try:
+        return _on_top(OmegaConf.structured(config), OverridesParser.create().parse_overrides(normalise(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"override: {first_line(error)}") from None
+
+
 def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = True) -> Config:
     """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave.
 

@@ -16,7 +16,8 @@
         target: 0.85                                          validation accuracy that rounds and bytes are counted to
         against: case                                         differences are to the first cell of the same case; without it to the table's first cell
         tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   every cell gets the value that validation prefers for it; or {cifar100: {…}}: see tuning.py
-                                                              like: {half B: half A} in it: a cell that takes the value of another
+                                                              like: {half B: half A} in it: a cell that takes the value of another;
+                                                              set: [overrides…] in it: of the short runs alone, smaller images for one
     analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
 
 `include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
@@ -32,7 +33,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.composing import choices, compose
+from fedlens.composing import choices, compose, with_values
 from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
@@ -40,7 +41,7 @@ from fedlens.study.search_space import spelled
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
-TUNE_KEYS = {"key", "by", "length", "tries", "like"}
+TUNE_KEYS = {"key", "by", "length", "tries", "like", "set"}
 SPECIAL_KEYS = {"case", "place", "set"}
 
 
@@ -298,6 +299,7 @@ def _tunes(
         raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
     if not (isinstance(tries, int) and tries >= 3):
         raise bad_value(f"{where}: tries", tries, "a whole number >= 3")
+    of_trials = _texts(given.get("set"), f"set in {where}")
     followers = _followers(given.get("like", {}), [cell for cell, _ in cells], where)
     found = []
     for cell, config in cells:
@@ -307,7 +309,7 @@ def _tunes(
             raise bad_value(f"{where}: {key} of {cell.label}", own, "a number > 0 to begin with")
         if config.data.val_fraction == 0:
             raise UserError(f"study: {where} chooses on a validation set, but data.val_fraction of {cell.label} is 0")
-        short = _seeded(config, seed)
+        short = _seeded(with_values(config, of_trials), seed)
         short.train.test = False
         short.federated.rounds = max(1, round(length * config.federated.rounds))
         short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule
