@@ -25,7 +25,7 @@ from conftest import FAST, SMALL_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 import fedlens as fl
@@ -33,7 +33,7 @@ from fedlens.composing import compose, to_config, to_yaml
 from fedlens.engine.flower import wire as on_the_wire
 from fedlens.engine.flower import worker
 from fedlens.engine.flower.federation import Federation
-from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, local_config, mean_update
+from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, forget, local_config, mean_update
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
@@ -195,8 +195,8 @@ def spoiled(kind: str, reply: Parcel, size: int = 0) -> Parcel | str:
         return Parcel({"error": "no disk\nand more"})
     if kind == "forger":
         return Parcel.of({}, {**tensors, "x\n2026-01-01 | ERROR | forged": torch.zeros(1)})
-    if kind in ("steps nan", "steps inf", "steps half"):
-        wrong = {"steps nan": float("nan"), "steps inf": float("inf"), "steps half": 1.5}[kind]
+    if kind.startswith("steps"):  # of two; FedNova would make up for the one that it seems to have missed
+        wrong = {"steps nan": float("nan"), "steps inf": float("inf"), "steps half": 1.5, "steps one": 1.0}[kind]
         return Parcel.of({}, {**tensors, "notes": tensors["notes"].index_fill(1, torch.tensor([2]), wrong)})
     if kind == "liar":
         return Parcel.of({}, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
@@ -210,7 +210,7 @@ def fl_load(blob: bytes) -> dict[str, Tensor]:
 
 
 KINDS = ["nan", "shape", "type", "names", "forger", "huge", "garbage", "truncated", "flood", "nothing", "error", "liar", "gone"]
-KINDS += ["steps nan", "steps inf", "steps half"]
+KINDS += ["steps nan", "steps inf", "steps half", "steps one"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,7 +232,7 @@ def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog
     assert all("\n" not in record.getMessage() for record in caplog.records) and len(caplog.records) >= 2
 
 
-@pytest.mark.parametrize("kind", ["labels of any size", "more samples", "no features", "a class that takes away"])
+@pytest.mark.parametrize("kind", ["labels of any size", "features of any size", "more samples", "no features", "a class that takes away"])
 def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind: str) -> None:
     def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
         if operation != "ridge" or site != 71:
@@ -240,6 +240,11 @@ def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind
         tensors = fl_load(reply.tensors)
         if kind == "labels of any size":
             tensors["b"] = tensors["b"] * torch.where(torch.arange(tensors["b"].shape[-2]) < tensors["b"].shape[-2] - 1, 1e9, 1.0)[:, None]
+        elif kind == "features of any size":  # a true Gram matrix, of as many samples
+            size = tensors["b"].shape[-2]
+            scale = torch.where(torch.arange(size) < size - 1, 1e9, 1.0).double()
+            tensors["A"] = upper(from_upper(tensors["A"][0], size) * scale[:, None] * scale)[None]
+            tensors["b"] = tensors["b"] * scale[:, None]
         elif kind == "more samples":
             tensors = {name: 1000 * tensor for name, tensor in tensors.items()}
         elif kind == "no features":
@@ -477,6 +482,8 @@ def test_nobody_comes(tmp_path: Path) -> None:
         ({"classes": ["a", "b"]}, "classes are others"),
         ({"error": "no data here"}, "no data here"),
         ({"samples": [10**12, 5]}, "deploy.max_samples is 1,000,000"),
+        ({"clients": [3, 3]}, "names 2 clients, one of them twice"),
+        ({"clients": [*range(9, 30_009)], "samples": [1] * 30_000}, "names 30,000 clients"),
     ],
 )
 def test_a_site_that_does_not_fit_is_left_out(tmp_path: Path, facts: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -489,6 +496,57 @@ def test_a_site_that_does_not_fit_is_left_out(tmp_path: Path, facts: dict[str, A
     assert run.metrics[0]["clients"] == 4
     told = [record.getMessage() for record in caplog.records if "site 70 is left out" in record.getMessage()]
     assert len(told) == 1 and why in told[0]  # not asked again at every turn
+
+
+def test_a_site_of_another_version_is_told_and_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "fedlens")
+
+    def old(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        return Parcel({**reply.facts, "fedlens": "0.0.1"}) if operation == "hello" and site == 71 else reply
+
+    run = federate(tmp_path / "r", Wire(old), "federated.rounds=1", "federated.participation=1")
+    assert run.metrics[0]["clients"] == 6
+    assert [f"site 71 runs fedlens 0.0.1, the server {fl.__version__}" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_a_site_that_comes_back_with_other_weights_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Started anew between two rounds, so that nobody has greeted it since."""
+    other = {name: tensor * 1.1 for name, tensor in set_up(compose(BASE)).model.state_dict().items() if not name.startswith("head.")}
+    save_file(other, tmp_path / "other.safetensors")
+    wire = Wire()
+
+    def restarts(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation == "update" and site == 72:
+            wire.places[2] = Place(2, SITES, overrides=(*HERE, f"model.weights={tmp_path / 'other.safetensors'}"))
+        return reply
+
+    wire.spoil = restarts
+    caplog.set_level(logging.WARNING, "fedlens")
+    run = federate(tmp_path / "r", wire, "federated.participation=1")
+    assert [line["clients"] for line in run.metrics] == [6, 4, 4]
+    assert "its pretrained weights are others than the server's" in caplog.text
+
+
+def test_a_site_with_other_data_than_it_said_is_greeted_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    roots = [tmp_path / str(k) for k in range(SITES)]
+    for root in roots:
+        shutil.copytree(SMALL_DATA / "train", root / "train")
+    wire = Wire(places=[Place(k, SITES, own=True, overrides=(f"data.root={root}",)) for k, root in enumerate(roots)])
+    seen: list[int] = []
+
+    def gets_more(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+        if operation == "update" and site == 72 and not seen:
+            seen.append(site)
+            image = next((roots[2] / "train" / "0").glob("*.png"))
+            shutil.copy(image, image.with_name("more.png"))
+            forget()  # as a site's new process would have
+        return reply
+
+    wire.spoil = gets_more
+    caplog.set_level(logging.WARNING, "fedlens")
+    run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.participation=1", "federated.rounds=4")
+    assert [line["clients"] for line in run.metrics] == [3, 2, 3, 3]
+    assert run.summary["refused"] == 1 and "has other data than it said" in caplog.text
 
 
 def test_no_site_takes_the_clients_of_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -573,6 +631,19 @@ def test_a_site_answers_nonsense_in_one_line(operation: str, facts: dict[str, An
     asked = Parcel({"config": to_yaml(compose(BASE)), **facts})
     reply = answer(operation, asked, Place(0, SITES, overrides=HERE), {})
     assert why in str(reply.facts["error"]) and "\n" not in str(reply.facts["error"]) and not reply.tensors
+
+
+def test_a_site_says_what_is_wrong_there_and_not_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = tmp_path / "patients of Dr Who"
+    shutil.copytree(SMALL_DATA / "train", mine / "train")
+    broken = next((mine / "train" / "0").glob("*.png"))
+    broken.write_bytes(broken.read_bytes()[:60])
+    caplog.set_level(logging.WARNING, "fedlens")
+    asked = Parcel({"config": to_yaml(compose(BASE)), "classes": [str(k) for k in range(10)], "mean": [0.5] * 3, "std": [0.2] * 3})
+    for root, told in ((mine, broken.name), (tmp_path / "nowhere", "nowhere")):
+        reply = str(answer("hello", asked, Place(0, SITES, own=True, overrides=(f"data.root={root}",)), {}).facts["error"])
+        assert reply and str(tmp_path) not in reply and broken.name not in reply and "nowhere" not in reply
+        assert told in caplog.text  # at the site itself
 
 
 def test_operations_are_those_that_are_documented() -> None:
@@ -684,6 +755,7 @@ def test_new_keys_at_rest_leave_a_run_its_name() -> None:
         (["privacy.noise=1", "privacy.clip=1", "server.merge=median"], "server.merge=mean"),
         (["privacy.noise=1", "privacy.clip=1", "federated.algorithm=scaffold"], "fedavg or fedprox"),
         (["privacy.noise=1", "privacy.clip=1", "federated.client_vectors=true"], "would undo"),
+        (["privacy.clip=1", "federated.algorithm=scaffold", "optim.momentum=0"], "scaffold's control variates"),
         (["privacy.noise=-1"], "privacy.noise"),
         (["privacy.secure_aggregation=true", "server.merge=ties"], "only a mean is learned"),
         (["privacy.secure_aggregation=true", "federated.algorithm=scaffold"], "only a mean is learned"),

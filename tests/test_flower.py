@@ -29,6 +29,7 @@ pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 import fedlens as fl
 from fedlens.engine.flower.keys import make_site_key
 from fedlens.engine.flower.launch import client_options, environment, free_port, init
+from fedlens.errors import UserError
 from fedlens.training.execute import Run
 
 ROOT = Path(__file__).parents[1]
@@ -507,7 +508,7 @@ def test_a_site_that_dies_in_any_stage_of_secure_aggregation_is_the_one_that_is_
     assert found is not None and found.clients == (4 if stage == "unmask" else 3)
 
 
-@pytest.mark.parametrize("said", [{}, {"loss": float("nan")}, {"loss": "low"}, {"loss": 1.0, "clients": 10**6}], ids=str)
+@pytest.mark.parametrize("said", [{}, {"loss": float("nan")}, {"loss": "low"}, {"loss": 1e308}, {"loss": 1.0, "clients": 10**6}], ids=str)
 def test_what_a_site_says_beside_its_masked_update_neither_stops_nor_repeats_a_sum(said: dict[str, Any]) -> None:
     found, failed = SecretSites(4, said={104: said}).mean()
     assert found is not None and failed == set() and found.clients == 4 and float(found.loss) == 1.0
@@ -518,10 +519,10 @@ class SecretSites:
     """Sites in this process that do Flower's part of the protocol; site k's update is k / 10,000 everywhere."""
 
     def __init__(
-        self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None, column: tuple[int, int] = (0, 0)
+        self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None, blob: tuple[int, bytes] = (0, b"")
     ) -> None:
         self.ids, self.dies, self.said = list(range(101, 101 + count)), dies, said or {}
-        self.column = column  # (site, length): what it sends instead of a vector
+        self.blob = blob  # (site, what it sends instead of a masked vector)
         self.contexts: dict[int, Any] = {}
 
     def mean(self) -> tuple[Any, set[int]]:
@@ -562,18 +563,61 @@ class SecretSites:
 
             with suppress(KeyError, ValueError):  # to the others it has dropped out
                 reply = secaggplus_mod(copy.deepcopy(message), self.contexts[site], train)
-                if site == self.column[0] and stage == Stage.COLLECT_MASKED_VECTORS:
-                    parts = [io.BytesIO(), io.BytesIO()]
-                    for part, shape in zip(parts, ((1,), (self.column[1], 1)), strict=True):
-                        np.save(part, np.zeros(shape, np.int64))
-                    reply.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS] = [part.getvalue() for part in parts]
+                if site == self.blob[0] and stage == Stage.COLLECT_MASKED_VECTORS:
+                    reply.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS] = [as_npy(1), self.blob[1]]
                 found.append(reply)
         return found
 
 
+def as_npy(*shape: int) -> bytes:
+    import numpy as np
+
+    part = io.BytesIO()
+    np.save(part, np.zeros(shape, np.int64))
+    return part.getvalue()
+
+
 def test_a_column_among_masked_vectors_is_not_stretched_into_a_matrix() -> None:
-    found, failed = SecretSites(4, column=(104, 2000)).mean()
+    found, failed = SecretSites(4, blob=(104, as_npy(2000, 1))).mean()
     assert failed == {104} and found is not None and found.clients == 3 and found.delta.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"{", b"{'descr': '<i8', 'fortran_order': False, 'shape': (1, }", b"\xff" * 20, b"[" * 5000],
+    ids=["open", "tuple", "bytes", "deep"],
+)
+def test_masked_vectors_with_a_header_that_cannot_be_read_are_a_failure_and_no_more(header: bytes) -> None:
+    blob = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    found, failed = SecretSites(4, blob=(104, blob)).mean()
+    assert failed == {104} and found is not None and found.clients == 3
+
+
+def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
+    """A key that is taken away leaves the others their clients; another file in the folder is no key; without any nobody could be known."""
+    from types import SimpleNamespace as Some
+
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    from fedlens.engine.flower.apps import GridCourier
+
+    keys = [ec.generate_private_key(ec.SECP384R1()).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for _ in range(3)]
+    for k, key in enumerate(keys):
+        (tmp_path / f"{k}.pub").write_bytes(key)
+    grid = Some(get_nodes=lambda: [Some(node_id=100 + k, public_key=key) for k, key in enumerate(keys)])
+
+    def clients() -> list[list[int]]:
+        courier = GridCourier(grid, None, tmp_path)  # type: ignore[arg-type]
+        return [[client for client in range(6) if courier.may_have(100 + k, client)] for k in range(3)]
+
+    assert clients() == [[0, 3], [1, 4], [2, 5]]
+    (tmp_path / "1.pub").rename(tmp_path / "taken away.pub")
+    assert clients() == [[0, 3], [], [2, 5]]
+    for k in (0, 2):
+        (tmp_path / f"{k}.pub").unlink()
+    with pytest.raises(UserError, match=r"no key of a site \(K\.pub\)"):
+        clients()
 
 
 def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:

@@ -16,7 +16,7 @@ class RoundSums:
     directions: Tensor | None = None  # Σ Δ_k / ‖Δ_k‖
     weight: float = 0.0  # Σ w_k
     weighted_norms: float = 0.0  # Σ w_k ‖Δ_k‖
-    norms: float = 0.0  # Σ ‖Δ_k‖ as clients sent them
+    norms: float = 0.0  # Σ ‖Δ_k‖, not scaled by an algorithm
     mass: float = 0.0  # Σ w_k ‖Δ_k‖₁
     loss: float = 0.0  # Σ w_k · training loss
     count: int = 0

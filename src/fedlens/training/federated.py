@@ -176,9 +176,10 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
                     log.warning("round %d: the update of client %d has norm %.4g, server.norm_bound is %.4g; refused", *told)
                     continue
                 algorithm.received(update, lr)
+                bounded = norm * private.factor(norm)
                 scale = algorithm.scale(update) * private.factor(norm)
                 delta = update.delta if scale == 1.0 else update.delta * scale
-                sums.add(delta, norm * scale, private.weight(update.samples), loss, went=norm)
+                sums.add(delta, norm * scale, private.weight(update.samples), loss, went=bounded)
                 kept = delta if keeps_rows else None  # in memory of its own: see needs_all
                 arrived.append(Arrived(update.client, update.samples, update.steps, kept, update.clients))
                 details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})

@@ -37,7 +37,11 @@ class GridCourier:
 
     def __init__(self, grid: Grid, context: Context, keys: Path | None = None) -> None:
         self.grid, self.context = grid, context
-        self.numbers = {} if keys is None else {_canonical(file.read_bytes()): int(file.stem) for file in keys.glob("*.pub")}
+        files = [] if keys is None else [file for file in keys.glob("*.pub") if file.stem.isdecimal()]
+        if keys is not None and not files:
+            raise UserError(f"federate server: {keys} has no key of a site (K.pub), so nobody could be known")
+        self.numbers = {_canonical(file.read_bytes()): int(file.stem) for file in files}
+        self.count = max(self.numbers.values(), default=-1) + 1  # sites: one whose key is taken away leaves the others' numbers as they are
         self._known: dict[int, int] = {}  # node -> the K of its key
 
     def sites(self) -> Collection[int]:
@@ -50,7 +54,7 @@ class GridCourier:
         if site not in self._known:
             for node in self.grid.get_nodes():
                 self._known[node.node_id] = self.numbers.get(_canonical(node.public_key), -1)
-        return client % len(self.numbers) == self._known.get(site, -1)
+        return client % self.count == self._known.get(site, -1)
 
     def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | Failure]:
         if not parcels:

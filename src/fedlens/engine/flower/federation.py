@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedlens import __version__
 from fedlens.composing import to_yaml
 from fedlens.config import Config, RunConfig
 from fedlens.engine.flower.node import SETUP, backbone_digest, setup_shapes, whole_space
 from fedlens.engine.flower.wire import Expected, Failure, Parcel, Refused, Silence, from_upper
-from fedlens.engine.work import Offsets, Update
+from fedlens.engine.work import Offsets, Update, local_steps
 from fedlens.errors import UserError
 from fedlens.lens.bitmap import pack_bits
 from fedlens.lens.masks import Mask
@@ -32,6 +33,7 @@ from fedlens.training.site import Traffic
 log = logging.getLogger("fedlens")
 ATTEMPTS = 3  # at a round that too few have answered
 AGAIN = 60.0  # seconds until a site that was left out is asked again
+FAR = 25.0  # times the longest of the server's own features, squared: no site's are beyond
 GREETING = 60.0  # seconds for a new site to say who it is; one that is dead and still listed must not hold up a round
 
 
@@ -94,6 +96,7 @@ class Federation:
         data = bench.dataset
         self._told = {"config": _shown(bench.config), "classes": data.class_names, "mean": list(data.mean), "std": list(data.std)}
         self._backbone = backbone_digest(bench)
+        self._told["backbone"] = self._backbone  # with every message: a site may be started anew between two roll calls
         self._homes_before: dict[int, int] = {}  # client -> site, as the process before this one knew it
         self._greeted: set[int] = set()
         self._not_before: dict[int, float] = {}  # site that was left out -> when it is asked again
@@ -142,18 +145,23 @@ class Federation:
     def _enter(self, site: int, found: Parcel) -> None:
         facts = found.facts
         clients, samples = facts.get("clients"), facts.get("samples")
+        most = self.bench.config.federated.clients
         if not _numbers(clients) or not _numbers(samples) or len(clients) != len(samples) or min(samples, default=1) < 1:  # type: ignore[arg-type]
             raise Refused("it does not say which clients it has and how much data they hold")
+        if len(clients) > most or len(set(clients)) < len(clients):  # type: ignore[arg-type]
+            raise Refused(f"it names {len(clients):,} clients, one of them twice or more than federated.clients={most}")  # type: ignore[arg-type]
         if max(samples, default=0) > self.config.max_samples:  # type: ignore[arg-type]
             raise Refused(f"it claims a client of {max(samples):,} samples, deploy.max_samples is {self.config.max_samples:,}")  # type: ignore[arg-type]
         if facts.get("backbone") != self._backbone:
             raise Refused("its pretrained weights are others than the server's")
         if facts.get("classes") != self.bench.dataset.class_names:
             raise Refused("its classes are others than the server's, or in another order")
+        if (version := str(facts.get("fedlens"))[:20]) != __version__:
+            log.warning("site %s runs fedlens %s, the server %s: their numbers may differ", site, version, __version__)
         self._greeted.add(site)
         for client, count in zip(clients, samples, strict=True):  # type: ignore[arg-type]
-            if client >= self.bench.config.federated.clients:
-                log.warning("site %s has a client %d, but federated.clients is %d", site, client, self.bench.config.federated.clients)
+            if client >= most:
+                log.warning("site %s has a client %d, but federated.clients is %d", site, client, most)
             elif not self.courier.may_have(site, client):
                 log.warning("site %s claims client %d, which is not one of those that its key stands for; refused", site, client)
             elif (home := self._home(client)) not in (None, site):
@@ -269,9 +277,10 @@ class Federation:
         question.together = True
         asked = self._everyone()
         samples = {site: sum(self.members[k].samples for k in own) for site, own in self._homes(asked).items()}
+        longest = FAR * float(self.bench.features(self.bench.val).double().square().sum(1).max())
         for client, found in self._collect("ridge", asked, question, "ridge head").items():
             A, b = from_upper(found.tensors["A"], dim), found.tensors["b"]
-            if not _are_sums(A, b, samples.get(found.member.site, found.member.samples)):
+            if not _are_sums(A, b, samples.get(found.member.site, found.member.samples), longest):
                 self.traffic.refused += 1
                 log.warning("ridge head: the sums of client %d's site are not those of any features; left out", client)
                 continue
@@ -314,7 +323,7 @@ class Federation:
     ) -> Iterator[Update]:
         if not present:
             return
-        size, steps = len(theta), self.bench.config.federated.local_steps
+        size, fed = len(theta), self.bench.config.federated
         expected: Expected = {"deltas": (torch.float32, (size,)), "notes": (torch.float64, (4,))}
         question = self._question(expected, theta, {"round": round_, "lr": rule.lr})
         question.offsets = offsets
@@ -323,11 +332,14 @@ class Federation:
             return
         for client, found in self._collect("update", present, question, f"round {round_ + 1}").items():
             told, samples, done, loss = found.tensors["notes"].tolist()
-            if told != client or samples != found.member.samples or done not in range(1, steps + 1):
+            steps = local_steps(self.bench.config.seed, round_, client, fed.local_steps, fed.straggler_rate)
+            if told != client or samples != found.member.samples or done != steps:
                 self.traffic.refused += 1
                 log.warning(
                     "round %d: client %d says that it is %g with %g samples and %g steps; refused", round_ + 1, client, told, samples, done
                 )
+                if told == client and found.member.site in self._greeted and samples != found.member.samples:
+                    self._forget(found.member.site, "has other data than it said")  # and is greeted anew
                 continue
             yield Update(client, int(samples), int(done), found.tensors["deltas"].to(theta.device), torch.tensor(loss))
 
@@ -404,10 +416,10 @@ class Question:
         return {name: (dtype, (1 if self.together else clients, *shape)) for name, (dtype, shape) in self._rows.items()}
 
 
-def _are_sums(A: Tensor, b: Tensor, samples: int) -> bool:
-    """Whether A can be ZᵀZ and b ZᵀY of so many samples: Z's last column is ones, Y is one-hot, and Cauchy and Schwarz bound the rest. Features themselves
-    can be of any size: what a site may do to the head is bounded by its samples only as far as these are."""
-    if not (bool(A.isfinite().all()) and bool(b.isfinite().all())):
+def _are_sums(A: Tensor, b: Tensor, samples: int, longest: float) -> bool:
+    """Whether A can be ZᵀZ and b ZᵀY of so many samples: Z's last column is ones, Y is one-hot, no row's square is above `longest`, and Cauchy and Schwarz
+    bound the rest. So what a site may do to the head is bounded by its samples."""
+    if not (bool(A.isfinite().all()) and bool(b.isfinite().all())) or float(A.diagonal()[:-1].sum()) > samples * longest:
         return False
     counts, loose = b[-1], 1 + 1e-6
     told = abs(float(A[-1, -1]) - samples) + abs(float(counts.sum()) - samples)

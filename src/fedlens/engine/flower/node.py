@@ -5,6 +5,8 @@ server how to train, and from its own machine where data, weights and device are
 """
 
 import hashlib
+import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from fedlens.training.sparse import frozen, masked_space
 OWN = ("device", "data.name", "data.root", "model.weights", "train.compile", "train.precision")  # a site's to say
 SETUP = "setup"  # what a site keeps between messages: the frozen head and the mask
 Memory = MutableMapping[str, bytes]
+log = logging.getLogger("fedlens")
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Held:
     shards: list[Index]
     start: dict[str, Tensor]
     trains: dict[str, bool]
+    backbone: str
 
     def fresh(self) -> Bench:
         self.bench.model.load_state_dict(self.start)
@@ -116,7 +120,7 @@ def held(facts: Mapping[str, Any], place: Place) -> Held:
         shards: list[Index] = [] if place.own else make_shards(bench)
         start = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
         trains = {name: param.requires_grad for name, param in bench.model.named_parameters()}
-        _held[key] = Held(bench, shards, start, trains)
+        _held[key] = Held(bench, shards, start, trains, backbone_digest(bench))
         while len(_held) > 2:
             _held.popitem(last=False)
     _held.move_to_end(key)
@@ -129,6 +133,8 @@ def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parce
         if operation not in OPERATIONS:
             raise Refused(f"{operation!r} is not something that a site does")
         known = held(asked.facts, place)
+        if operation != "hello" and asked.facts.get("backbone", known.backbone) != known.backbone:
+            raise Refused("its pretrained weights are others than the server's")
         bench = known.fresh()
         if place.own:
             shards: Mapping[int, Index] = {place.number: np.arange(len(bench.dataset.train), dtype=np.int64)}
@@ -136,7 +142,8 @@ def answer(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parce
             shards = {k: known.shards[k] for k in range(place.number, len(known.shards), place.of)}
         return OPERATIONS[operation](asked, Site(bench, shards), memory)
     except (UserError, Refused) as error:
-        return Parcel({"error": first_line(error)})
+        log.warning("%s: %s", operation, first_line(error))
+        return Parcel({"error": _without_paths(first_line(error), place)})
     except KeyError as error:
         return Parcel({"error": f"the message lacks {error}"})
 
@@ -156,6 +163,13 @@ def mean_update(asked: Parcel, place: Place, memory: Memory) -> Parcel:
         return Parcel({"error": "the update is not finite"})
     told = {"samples": int(total), "loss": float((losses * samples).sum() / total), "clients": len(samples)}
     return Parcel.of(told, {"mean": mean})
+
+
+def _without_paths(text: str, place: Place) -> str:
+    """What is called how at a site is not the server's affair."""
+    for value in sorted((override.partition("=")[2] for override in place.overrides), key=len, reverse=True):
+        text = text.replace(value, "…") if "/" in value else text  # with the spaces that it may have
+    return re.sub(r"(?<![\w.])[~…]?(/[^\s:;,'\"()]+)+/?", "…", text)
 
 
 def forget() -> None:
