@@ -519,10 +519,14 @@ class SecretSites:
     """Sites in this process that do Flower's part of the protocol; site k's update is k / 10,000 everywhere."""
 
     def __init__(
-        self, count: int, dies: tuple[int, str] = (0, ""), said: dict[int, dict[str, Any]] | None = None, blob: tuple[int, bytes] = (0, b"")
+        self,
+        count: int,
+        dies: tuple[int, str] = (0, ""),
+        said: dict[int, dict[str, Any]] | None = None,
+        spoil: Callable[[str, Any, Any], None] = lambda stage, record, content: None,
     ) -> None:
         self.ids, self.dies, self.said = list(range(101, 101 + count)), dies, said or {}
-        self.blob = blob  # (site, what it sends instead of a masked vector)
+        self.spoil = spoil  # what the last site does to its answers: stage, the protocol's record, all records
         self.contexts: dict[int, Any] = {}
 
     def mean(self) -> tuple[Any, set[int]]:
@@ -563,8 +567,8 @@ class SecretSites:
 
             with suppress(KeyError, ValueError):  # to the others it has dropped out
                 reply = secaggplus_mod(copy.deepcopy(message), self.contexts[site], train)
-                if site == self.blob[0] and stage == Stage.COLLECT_MASKED_VECTORS:
-                    reply.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS] = [as_npy(1), self.blob[1]]
+                if site == max(self.contexts):
+                    self.spoil(stage, reply.content.config_records[RECORD_KEY_CONFIGS], reply.content)
                 found.append(reply)
         return found
 
@@ -577,20 +581,55 @@ def as_npy(*shape: int) -> bytes:
     return part.getvalue()
 
 
-def test_a_column_among_masked_vectors_is_not_stretched_into_a_matrix() -> None:
-    found, failed = SecretSites(4, blob=(104, as_npy(2000, 1))).mean()
-    assert failed == {104} and found is not None and found.clients == 3 and found.delta.shape == (5,)
+def _header(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"{", b"{'descr': '<i8', 'fortran_order': False, 'shape': (1, }", b"\xff" * 20, b"[" * 5000],
-    ids=["open", "tuple", "bytes", "deep"],
-)
-def test_masked_vectors_with_a_header_that_cannot_be_read_are_a_failure_and_no_more(header: bytes) -> None:
-    blob = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-    found, failed = SecretSites(4, blob=(104, blob)).mean()
-    assert failed == {104} and found is not None and found.clients == 3
+BROKEN: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {  # stage; what becomes of the protocol's record and of all
+    "no records": ("setup", lambda record, content: content.clear()),
+    "no key": ("setup", lambda record, content: record.pop("pk1")),
+    "no such key": ("setup", lambda record, content: record.update({"pk2": b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----"})),
+    "shares for strangers": ("share_keys", lambda record, content: record.update({"dsts": [999] * len(record["dsts"])})),
+    "shares for some": ("share_keys", lambda record, content: record.update({"dsts": record["dsts"][:1], "ctxts": record["ctxts"][:1]})),
+    "fewer shares than names": ("share_keys", lambda record, content: record.update({"ctxts": record["ctxts"][:1]})),
+    "a column": ("collect_masked_vectors", lambda record, content: record.update({"masked_params": [as_npy(1), as_npy(2000, 1)]})),
+    "a header that is open": ("collect_masked_vectors", lambda record, content: record.update({"masked_params": [_header(b"{")] * 2})),
+    "a header that is deep": (
+        "collect_masked_vectors",
+        lambda record, content: record.update({"masked_params": [_header(b"[" * 5000)] * 2}),
+    ),
+    "no result": ("collect_masked_vectors", lambda record, content: [content.pop(k) for k in list(content) if content[k] is not record]),
+    "keys of strangers": ("unmask", lambda record, content: record.update({"nids": [999] * len(record["nids"])})),
+}
+
+
+def test_a_sum_with_a_part_that_is_no_update_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Who sent it is what nobody can know."""
+    import numpy as np
+
+    def other(stage: str, record: Any, content: Any) -> None:
+        if stage == "collect_masked_vectors":
+            part = io.BytesIO()
+            np.save(part, np.full(5, 123_456_789, np.int64))
+            record["masked_params"] = [record["masked_params"][0], part.getvalue()]
+
+    with caplog.at_level("WARNING", "fedlens"):
+        assert SecretSites(4, spoil=other).mean() == (None, set())
+    assert "the sum is beyond privacy.range" in caplog.text
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_who_breaks_the_form_of_secure_aggregation_is_the_one_that_is_left_out(kind: str) -> None:
+    stage, broken = BROKEN[kind]
+    sites = SecretSites(4, spoil=lambda at, record, content: broken(record, content) if at == stage else None)
+    found, failed = sites.mean()
+    assert failed == {104}
+    if found is None:  # then the others try again
+        sites.ids.remove(104)
+        sites.spoil = lambda at, record, content: None
+        found, failed = sites.mean()
+        assert failed == set()
+    assert found is not None and found.delta.shape == (5,) and found.clients == (4 if stage == "unmask" else 3)
 
 
 def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import FitIns, FitRes, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -26,6 +28,7 @@ from fedlens.engine.flower.wire import Parcel
 from fedlens.engine.work import Update
 
 FORM = "safetensors"
+CURVE = "secp384r1"  # of the protocol's keys
 WORST = 1e6  # a loss above it is nonsense, and must not spoil the mean of the others
 log = logging.getLogger("fedlens")
 
@@ -74,20 +77,39 @@ class Counted:
         sent = list(messages)
         self.down += sum(content_size(message) for message in sent)
         found = list(self.grid.send_and_receive(sent, timeout=timeout))
-        good = [message for message in found if not message.has_error() and self._in_form(message)]
+        asked = {message.metadata.dst_node_id: message.content.config_records[RECORD_KEY_CONFIGS] for message in sent}
+        good = [message for message in found if not message.has_error() and self._in_form(message, asked)]
         self.up += sum(content_size(message) for message in good)
         if not self.failed:  # in later stages others fail because of those
-            self.failed = {message.metadata.dst_node_id for message in sent} - {message.metadata.src_node_id for message in good}
+            self.failed = set(asked) - {message.metadata.src_node_id for message in good}
         return good
 
-    def _in_form(self, message: Message) -> bool:
-        """Masked vectors have the shapes that were asked for: numpy would stretch a column and a row into a matrix."""
-        record = message.content.config_records.get(RECORD_KEY_CONFIGS)
-        blobs = record.get(Key.MASKED_PARAMETERS) if record is not None else None
+    def _in_form(self, message: Message, asked: Mapping[int, Any]) -> bool:
+        """Whether an answer is what its stage asks for: with another Flower would stumble, and nobody could say over whom."""
+        site = message.metadata.src_node_id
         try:
-            return blobs is None or [_form(blob) for blob in blobs] == [((1,), "<i8"), ((self.size,), "<i8")]
-        except Exception:  # a header is a piece of Python, and can be broken in as many ways
+            record: Any = message.content.config_records[RECORD_KEY_CONFIGS]
+            stage = asked[site][Key.STAGE]
+            if stage == Stage.SETUP:
+                keys = [load_pem_public_key(record[name]) for name in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
+                return all(isinstance(key, EllipticCurvePublicKey) and key.curve.name == CURVE for key in keys)
+            if stage == Stage.SHARE_KEYS:  # for each of the others, encrypted
+                return _for_each(record, Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, set(asked) - {site})
+            if stage == Stage.UNMASK:
+                return _for_each(
+                    record, Key.NODE_ID_LIST, Key.SHARE_LIST, {*asked[site][Key.ACTIVE_NODE_ID_LIST], *asked[site][Key.DEAD_NODE_ID_LIST]}
+                )
+            compat.recorddict_to_fitres(message.content, keep_input=True)
+            # numpy would stretch a column and a row into a matrix
+            return [_form(blob) for blob in record[Key.MASKED_PARAMETERS]] == [((1,), "<i8"), ((self.size,), "<i8")]
+        except Exception:  # there are as many ways to break a key or a header, which is a piece of Python
             return False
+
+
+def _for_each(record: Any, names: str, parts: str, expected: set[int]) -> bool:
+    """Whether a record lists one part of bytes for each of the sites expected."""
+    same = len(record[names]) == len(record[parts]) == len(expected) and set(record[names]) == expected
+    return same and all(isinstance(part, bytes) for part in record[parts])
 
 
 def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
@@ -136,4 +158,7 @@ def secure_mean(
     if strategy.mean is None:
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
+    if not float(delta.abs().amax()) <= 1.01 * bound:  # a mean of what is within the bound is too: these are masks that were not taken off
+        log.warning("secure aggregation: the sum is beyond privacy.range, so somebody's part of it or of the keys is false")
+        return None
     return Update(-1, strategy.samples, 1, delta, torch.tensor(strategy.loss), strategy.clients)
