@@ -659,6 +659,27 @@ def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
         clients()
 
 
+@pytest.mark.parametrize(
+    "name", ["plain", "my images", "o'brien", 'it\'s "x"', "Müller", "𠮷野", "C:\\x", "a=b", "50%", "a%20b", "x.toml", "{$HOME}"]
+)
+def test_any_folder_can_be_named(tmp_path: Path, name: str) -> None:
+    import shlex
+    from types import SimpleNamespace as Some
+
+    from flwr.common.config import parse_config_args
+
+    from fedlens.engine.flower.client import place_of
+    from fedlens.engine.flower.launch import app_config
+
+    folder = tmp_path / name
+    init(folder, sites=1, address="127.0.0.1:9092", overrides=["experiment=fedavg_iid", "federated.clients=3", f"data.root={folder}"])
+    given = app_config(folder / "app" / "pyproject.toml")
+    assert Path(given["run-dir"]) == folder / "run" and shlex.split(given["overrides"])[-1] == f"data.root={folder}"
+    options = client_options(folder / "sites" / "0", own_data=True, address=None, overrides=[f"data.root={folder}"])
+    place = place_of(Some(node_config=parse_config_args([options[options.index("--node-config") + 1]])))  # type: ignore[arg-type]
+    assert place.overrides == (f"data.root={folder}",) and place.own
+
+
 def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
     from types import SimpleNamespace as Some
 
@@ -711,7 +732,7 @@ def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path
     """Flower's SecAgg+ on the active coordinates: the parameters of the open run but for the rounding of the protocol's integers."""
     options = [*SMALL, "experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.clients=5", "federated.rounds=2", "optim.lr=0.05"]
     here = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'here'}"])
-    with deployment(tmp_path / "f", 3, [*options, "privacy.secure_aggregation=true", "privacy.range=0.05"]) as d:
+    with deployment(tmp_path / "o'brien and müller", 3, [*options, "privacy.secure_aggregation=true", "privacy.range=0.05"]) as d:
         d.server("--simulate")
         run = d.finished()
         for k in range(3):

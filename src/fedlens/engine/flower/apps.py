@@ -20,7 +20,7 @@ from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.programs import TIED
 from fedlens.engine.flower.records import from_record, to_record
 from fedlens.engine.flower.secure import Counted, content_size, secure_mean
-from fedlens.engine.flower.wire import Failure, Parcel, Refused
+from fedlens.engine.flower.wire import Failure, Parcel, Refused, from_setting
 from fedlens.engine.work import Update
 from fedlens.errors import UserError
 from fedlens.runs.store import take_lock
@@ -125,12 +125,12 @@ def serve(grid: Grid, context: Context) -> None:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     given = context.run_config
     try:
-        config = compose(shlex.split(str(given.get("overrides", ""))))
+        config = compose(shlex.split(from_setting(given.get("overrides", ""))))
         config.run.if_exists, config.run.progress = "resume", False
         config.run.checkpoint_minutes = 0.0  # rounds are dear here: each is kept
-        config.run.dir = config.run.dir or str(given.get("run-dir") or Path.cwd() / "run")
+        config.run.dir = config.run.dir or from_setting(given.get("run-dir") or Path.cwd() / "run")
         _wait_for_lock(Path(config.run.dir))
-        keys = Path(str(given["keys"])) if given.get("keys") else None
+        keys = Path(from_setting(given["keys"])) if given.get("keys") else None
         run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid, context, keys)))
     except UserError as error:
         log.error("error: %s", error)

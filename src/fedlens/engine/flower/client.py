@@ -15,7 +15,7 @@ from safetensors.numpy import load
 
 from fedlens.engine.flower import stretching  # noqa: F401 - the masks of secure aggregation
 from fedlens.engine.flower.records import as_array, from_record, to_record
-from fedlens.engine.flower.wire import OPERATIONS, Parcel, Place, Refused
+from fedlens.engine.flower.wire import OPERATIONS, Parcel, Place, Refused, from_setting
 from fedlens.engine.flower.worker import MEAN, ask
 from fedlens.errors import UserError, first_line
 
@@ -59,7 +59,7 @@ def place_of(context: Context) -> Place:
         raise UserError("--node-config: a site needs partition-id and num-partitions, whole numbers") from None
     if not 0 <= number < of:
         raise UserError(f"--node-config: partition-id={number} given, allowed is 0 to {of - 1}")
-    return Place(number, of, bool(known.get("own-data", False)), tuple(shlex.split(str(known.get("overrides", "")))))
+    return Place(number, of, bool(known.get("own-data", False)), tuple(shlex.split(from_setting(known.get("overrides", "")))))
 
 
 def _answering(operation: str) -> Callable[[Message, Context], Message]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from fedlens.composing import compose
 from fedlens.engine.flower.node import OWN
 from fedlens.engine.flower.programs import TIED
+from fedlens.engine.flower.wire import from_setting, to_setting
 from fedlens.errors import UserError, bad_value
 
 APP = """\
@@ -46,7 +47,7 @@ serverapp = "federation.server_app:app"
 clientapp = "federation.client_app:app"
 
 # overrides: what `fedlens run` would take. run-dir: where the server keeps the run; the last checkpoint there is where it goes on.
-# keys: the sites' public keys; a site has the clients that its key stands for.
+# keys: the sites' public keys; a site has the clients that its key stands for. Rare letters stand as in an address: %27 is a quote, %25 a percent sign.
 [tool.flwr.app.config]
 overrides = {overrides}
 run-dir = {run}
@@ -78,7 +79,7 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) ->
     package = folder / "app" / "federation"
     package.mkdir(parents=True)
     run = str((folder / "run").resolve())
-    (folder / "app" / "pyproject.toml").write_text(APP.format(overrides=json.dumps(shlex.join(overrides)), run=json.dumps(run)))
+    (folder / "app" / "pyproject.toml").write_text(APP.format(overrides=to_setting(shlex.join(overrides)), run=to_setting(run)))
     (package / "__init__.py").write_text("")
     (package / "server_app.py").write_text(MODULE.format(what="The server.", module="apps", name="server_app"))
     (package / "client_app.py").write_text(MODULE.format(what="A site.", module="client", name="client_app"))
@@ -139,7 +140,7 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     if not (keys / "address").is_file():
         raise UserError(f"federate server: {folder} is no federation; make one: fedlens federate init {folder}")
     host, port = split_address((keys / "address").read_text().strip())
-    given = _app_config(folder / "app" / "pyproject.toml")
+    given = app_config(folder / "app" / "pyproject.toml")
     texts = [*shlex.split(given["overrides"]), *overrides]
     config = compose(texts)  # what is wrong is told here, before anything starts
     run = Path(config.run.dir or given["run-dir"]).resolve()
@@ -155,8 +156,8 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     with superlink(keys, host, port, env, simulate=simulate):
         sites = len(_public(keys))
         print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
-        told = f"overrides={json.dumps(shlex.join(texts))} run-dir={json.dumps(str(run))}"
-        told += "" if simulate else f" keys={json.dumps(str((keys / 'sites').resolve()))}"
+        told = f"overrides={to_setting(shlex.join(texts))} run-dir={to_setting(str(run))}"
+        told += "" if simulate else f" keys={to_setting(str((keys / 'sites').resolve()))}"
         command = [program("flwr"), "run", str(folder / "app"), CONNECTION, "--stream", "--run-config", told]
         if simulate:
             command += ["--federation-config", f"num-supernodes={sites} client-resources-num-cpus=1"]
@@ -177,12 +178,13 @@ def _told(summary: Path) -> int:
     return 0
 
 
-def _app_config(path: Path) -> dict[str, str]:
+def app_config(path: Path) -> dict[str, str]:
+    """What a federation's app was given when it was made, as plain texts."""
     import tomllib
 
     try:
         found = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"]
-        return {"overrides": str(found["overrides"]), "run-dir": str(found["run-dir"])}
+        return {"overrides": from_setting(found["overrides"]), "run-dir": from_setting(found["run-dir"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"federate server: {path} cannot be read ({error})") from None
 
@@ -245,7 +247,8 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simul
             time.sleep(0.2)
         (Path(env["FLWR_HOME"]) / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\n'
-            f"root-certificates = {json.dumps(str((keys / 'ca.crt').resolve()))}\n"
+            f"root-certificates = {json.dumps(str((keys / 'ca.crt').resolve()), ensure_ascii=False)}\n",
+            encoding="utf-8",
         )
         yield
 
@@ -296,7 +299,7 @@ def client_options(site: Path, *, own_data: bool, address: str | None, overrides
     split_address(where)
     config = [f"partition-id={number}", f"num-partitions={of}"]
     config += ["own-data=true"] if own_data else []
-    config += [f"overrides={json.dumps(shlex.join(overrides))}"] if overrides else []
+    config += [f"overrides={to_setting(shlex.join(overrides))}"] if overrides else []
     return [
         *("--superlink", where),
         *("--root-certificates", str(site / "ca.crt")),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 from safetensors import SafetensorError
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 Expected = Mapping[str, tuple["torch.dtype", tuple[int, ...]]]
 OPERATIONS = ("hello", "ridge", "sensitivity", "update", "fisher")  # what a server may ask of a site: functions in node.py
 LIMIT = 2**20  # bytes of facts
+
+
+def to_setting(text: str) -> str:
+    """A text as a value in Flower's configuration, which has no way to say quotes: those and all rare letters as in an address (%27)."""
+    return json.dumps(quote(text, safe=" /=.,:;@~+-_()[]{}"))
+
+
+def from_setting(value: object) -> str:
+    return unquote(str(value))
 
 
 class Refused(Exception):
