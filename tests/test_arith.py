@@ -187,6 +187,11 @@ def test_a_vector_remembers_what_it_was_learned_from(fed: Run, folder: Path, tmp
     assert sweep_run(fed, fed.task_vector(), "0,1")["notes"] == []
 
 
+def test_what_a_client_added_says_in_its_file_which_images_it_may_have_seen(fed: Run) -> None:
+    file = next((fed.path / "clients").glob("*.safetensors"))
+    assert load_vector(file).origins == fed.task_vector().origins != frozenset()
+
+
 def test_a_run_of_a_rule_that_is_not_known_here_can_be_looked_at_but_not_gone_on_with(fed: Run, tmp_path: Path) -> None:
     shutil.copytree(fed.path, tmp_path / "own")
     config = tmp_path / "own" / "config.yaml"

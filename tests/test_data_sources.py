@@ -523,6 +523,17 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
             folder_module.decode((tmp_path / "strange.tif", "strange.tif"), 24)
 
 
+def test_eight_bits_in_a_larger_container_stay_as_they_are_or_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    grey = np.arange(24 * 24).reshape(24, 24) % 256
+    Image.fromarray(grey.astype(np.int32)).save(tmp_path / "wide.tif")
+    assert folder_module.decode((tmp_path / "wide.tif", "x"), 24) == grey.astype(np.uint8).tobytes() * 3
+    folder_module._tell_of_dark_images.cache_clear()
+    for name in ("a.png", "b.png"):
+        Image.fromarray(grey.astype(np.uint16) * 16).save(tmp_path / name)
+        folder_module.decode((tmp_path / name, name), 24)
+    assert caplog.text.count("nearly black") == 1
+
+
 def test_a_class_without_images_and_a_link_to_nowhere_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_folder(tmp_path)
     (root / "train" / "notes").mkdir()

@@ -17,6 +17,7 @@ from fedlens.lens.masks import STRATEGIES, Mask, Request, build_mask, calibrate,
 from fedlens.lens.sensitivity import _hash, _hash_key, sensitivity
 from fedlens.models import create_model
 from fedlens.models.vit import ViT
+from fedlens.optim.sparse_sgdm import SparseSGDM
 
 FROZEN = ("head.", "cls_token", "pos_embed")
 
@@ -570,6 +571,17 @@ def test_a_rule_of_ones_own_that_keeps_another_number_is_refused(monkeypatch: py
     monkeypatch.setitem(STRATEGIES, "own", rule)
     with pytest.raises(UserError, match=r"mask.strategy: 'own' gave .* allowed is bool \[.*\] with exactly"):
         build_mask(tiny(), "own", 0.0001)
+
+
+def test_what_one_mask_has_paused_the_next_may_choose_again() -> None:
+    model, images = tiny(), pictures(4)
+    whole = calibrate_mask(model, images, strategy="highest_magnitude", density=0.1)
+    first = calibrate_mask(model, images, strategy="qk_only", density=0.1)
+    optimizer = SparseSGDM(model.named_parameters(), lr=0.1, masks=first)
+    assert calibrate_mask(model, images, strategy="highest_magnitude", density=0.1) == whole
+    optimizer.set_masks(whole)
+    first.freeze(model)
+    assert calibrate_mask(model, images, strategy="highest_magnitude", density=0.1) == whole
 
 
 def test_a_mask_of_a_model_with_frozen_blocks_is_of_what_trains() -> None:

@@ -317,6 +317,34 @@ def test_weights_that_a_run_wrote_are_known_by_what_they_hold_and_others_by_thei
         assert known("a", name, b"one") == known("b", name, b"one") != known("c", name, b"other")
         assert known("a", name, b"one more") != known("b", name, b"one")  # the same place, written again
     assert known("a", "dino.pth", b"one") == known("b", "dino.pth", b"other")
+    assert known("a", "dino.pth", b"one") == known("b", "dino.pth", b"other")
+    (tmp_path / "d" / "model.safetensors").mkdir(parents=True)
+    assert identity(compose([*FAST, f"model.weights={tmp_path / 'd' / 'model.safetensors'}"]))  # whoever reads it says what is wrong
+
+
+def test_a_run_is_known_by_the_weights_that_it_began_with(fast_run: Callable[..., Any], tmp_path: Path) -> None:
+    from fedlens.study.results import group
+
+    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
+        fast_run(place, "train.epochs=0", f"seed={seed}")
+    for place, seed in (("a", 0), ("b", 1)):
+        fast_run(f"on-{place}", "train.epochs=0", f"seed={seed}", f"model.weights={tmp_path / place / 'model.safetensors'}")
+    (tmp_path / "c" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
+    (tmp_path / "b" / "model.safetensors").unlink()
+    (cell,) = group([tmp_path / "on-a", tmp_path / "on-b"])
+    assert sorted(cell.runs) == [0, 1]  # one cell of two seeds, whatever lies in those places now
+    with pytest.raises(UserError, match="another configuration"):
+        fast_run("on-a", "train.epochs=0", "seed=0", f"model.weights={tmp_path / 'a' / 'model.safetensors'}", "run.if_exists=resume")
+
+
+def test_a_run_that_is_pinned_to_fewer_cores_takes_no_more_threads_than_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlens.training.execute import _cores
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    assert _cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert _cores() == 64
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

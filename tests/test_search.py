@@ -22,7 +22,7 @@ from conftest import FAST
 
 from fedlens.composing import choices, compose
 from fedlens.config import Config
-from fedlens.errors import UserError
+from fedlens.errors import Elsewhere, UserError
 from fedlens.study import search as search_module
 from fedlens.study import search_space
 from fedlens.study.processes import Worker, locked
@@ -346,6 +346,22 @@ def test_a_failing_trial_says_whether_it_was_the_device(tmp_path: Path, monkeypa
         monkeypatch.setattr(search_module, "execute", fails)
         outcome = search_module.conduct(None, small_space(HOPELESS, trials=1).base, tmp_path)
         assert outcome == {"state": "failed", "value": None, "why": str(error), "broken": broken}
+
+
+def test_a_search_that_the_disk_stops_has_no_verdict_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, calls = space_file(tmp_path), search_module.execute, list[object]()
+
+    def full(config: Any, **options: Any) -> Any:
+        calls.append(config)
+        if len(calls) == 2:
+            raise Elsewhere("run.dir: no space left on device")
+        return real(config, **options)
+
+    monkeypatch.setattr(search_module, "execute", full)
+    with pytest.raises(UserError, match="no space left on device; the same command goes on"):
+        Search(read_space(path, overrides=QUICK), tmp_path / "s").run()
+    found = Search(read_space(path, overrides=QUICK), tmp_path / "s").run()
+    assert len(found.trials) == 4 and all(trial["state"] != "failed" for trial in found.trials)
 
 
 def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

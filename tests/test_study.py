@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from fedlens.cli import main
 from fedlens.composing import choices, compose, to_yaml
 from fedlens.config import Config
-from fedlens.errors import UserError
+from fedlens.errors import Elsewhere, UserError
 from fedlens.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study import runner
@@ -544,14 +544,22 @@ def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
 
 
 def test_short_runs_may_differ_in_what_the_plan_sets_for_them_alone(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [optim.batch_size=3, train.precision=bf16]"))
+    (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [federated.dropout_rate=0.5, train.precision=bf16]"))
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
     short = plan.tunes[0].trial(0).config
-    assert (short.optim.batch_size, short.train.precision) == (3, "bf16")
-    assert {(p.config.optim.batch_size, p.config.train.precision) for p in plan.runs}.isdisjoint({(3, "bf16")})
-    (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [optim.batchsize=3]"))
-    with pytest.raises(UserError, match=r"did you mean 'optim\.batch_size'"):
-        read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
+    assert (short.federated.dropout_rate, short.train.precision) == (0.5, "bf16")
+    assert {(p.config.federated.dropout_rate, p.config.train.precision) for p in plan.runs} == {(0.0, "auto")}
+    last = read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "train.precision=fp32"])
+    assert {c.train.precision for c in (last.tunes[0].trial(0).config, *(p.config for p in last.runs))} == {"fp32"}
+    for wrong, why in (
+        ("optim.batchsize=3", r"did you mean 'optim\.batch_size'"),
+        ("federated.rounds=7", r"set: 'federated\.rounds=7' given, allowed is any key but optim\.lr"),
+        ("optim.lr=3.0", "which is tuned"),
+        ("data.val_fraction=0", "on a validation set"),
+    ):
+        (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", f"tries: 4, set: [{wrong}]"))
+        with pytest.raises(UserError, match=why):
+            read_plan(str(tmp_path / "p.yaml"), overrides=[word for word in QUICK if not word.startswith(wrong.split("=")[0])])
 
 
 def test_a_study_tunes_first_and_goes_on_where_it_was(
@@ -841,13 +849,22 @@ def raising(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> l
     return calls
 
 
-def test_what_the_device_stops_is_no_verdict_on_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (torch.OutOfMemoryError("out of memory"), "OutOfMemoryError: out of memory"),
+        (Elsewhere("run.dir: no space left on device"), "run.dir: no space left on device"),
+    ],
+)
+def test_what_the_device_or_the_disk_stops_is_no_verdict_on_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    raising(monkeypatch, 1, torch.OutOfMemoryError("out of memory"))
+    raising(monkeypatch, 1, error)
     found = Study(plan, tmp_path / "s").run()
     plain, heavy = found.tables[0].cells
-    assert not plain.runs and len(heavy.runs) == 2 and set(found.failures.values()) == {"tuning: OutOfMemoryError: out of memory"}
+    assert not plain.runs and len(heavy.runs) == 2 and set(found.failures.values()) == {f"tuning: {why}"}
     again = Study(plan, tmp_path / "s")
     assert not again.unfit
     assert len(again.run().tables[0].cells[0].runs) == 2 and not again.failures  # the next start has the memory

@@ -75,6 +75,47 @@ def test_hugging_face_s_layout_loads(small: dict[str, Tensor], tmp_path: Path) -
     assert_loaded(tmp_path / "model.safetensors", small)
 
 
+def test_a_checkpoint_of_two_models_is_refused(small: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(
+        {**{f"model.{n}": t for n, t in small.items()}, **{f"backbone.{n}": torch.zeros_like(t) for n, t in small.items()}},
+        tmp_path / "two.pth",
+    )
+    with pytest.raises(UserError, match="two models"):
+        assert_loaded(tmp_path / "two.pth", small)
+
+
+def test_what_is_left_out_of_a_checkpoint_may_be_anything(small: dict[str, Tensor], tmp_path: Path) -> None:
+    beside = {"head.mlp.1.num_batches_tracked": torch.tensor(3), "mask_token": torch.full((1, 24), float("nan"))}
+    torch.save(small | beside, tmp_path / "dino.pth")
+    assert_loaded(tmp_path / "dino.pth", small)
+    torch.save(small | {"norm.bias": torch.full((24,), float("nan"))}, tmp_path / "dino.pth")
+    with pytest.raises(UserError, match="not finite"):
+        assert_loaded(tmp_path / "dino.pth", small)
+
+
+def test_a_hugging_face_checkpoint_that_is_not_sound_is_one_line(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    model = transformers.ViTModel(transformers.ViTConfig(**shape))
+    model.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    file.write_text(file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
+    with torch.no_grad():
+        model.layernorm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    transformers.ViTMAEModel(transformers.ViTMAEConfig(**shape)).save_pretrained(tmp_path / "mae")
+    for name, why in (("other", "cannot be loaded"), ("nan", "not finite"), ("mae", "draws at random")):
+        with pytest.raises(UserError, match=why):
+            create_model(f"hf:{tmp_path / name}", 5, weights="pretrained", image_size=32)
+
+
 def test_hugging_face_s_dinov2_layout_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Dinov2Config(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8, mlp_ratio=4)

@@ -8,6 +8,10 @@ class UserError(Exception):
     """Something the user can mend. The command line prints it as one line and exits with status 2."""
 
 
+class Elsewhere(UserError):
+    """Of the disk or the network, not of what was asked for: another time it may go well."""
+
+
 def bad_value(field: str, given: object, allowed: str) -> UserError:
     """`optim.lr: -1 given, allowed is > 0`"""
     return UserError(f"{field}: {given!r} given, allowed is {allowed}")

@@ -25,15 +25,16 @@ LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, an
 NOT_KNOWN_BY = ("run", "device", "deploy")  # sections that change nothing of the result
 
 
-def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines a run's result, of a configuration as plain mappings: all but where it runs, where its data and weights lie and how it is shown."""
+def known_by(config: Mapping[str, Any], weights: str | None = None) -> dict[str, Any]:
+    """What determines a run's result, of a configuration as plain mappings: all but where it runs, where its data and weights lie and how it is shown.
+    `weights`: what they were known by when the run began; None: what they are now."""
     plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in NOT_KNOWN_BY}
     data, model = plain.get("data") or {}, plain.get("model") or {}
     data.pop("download", None)
     if data.get("name") != "folder":  # a folder of images is known by where it is
         data.pop("root", None)
     if model.get("weights"):
-        model["weights"] = _weights(str(model["weights"]))
+        model["weights"] = weights or known_weights(str(model["weights"]))
     if model.get("freeze_head", False) is None and plain.get("head") == "ridge":  # runs were kept when this was said, not decided
         model["freeze_head"] = not model.get("freeze_backbone")
     for section, key, neutral in LATER:
@@ -45,16 +46,16 @@ def known_by(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _weights(given: str) -> str:
+def known_weights(given: str) -> str:
     """A file of weights is known by its name, wherever it lies; what runs write has one name for all of them, so there what it holds decides."""
     path = Path(given)
     if path.name not in (MODEL_FILE, START_FILE):
         return path.name
     try:
         found = path.stat()
-    except OSError:
+        return f"{path.name} {_digest(path.resolve(), found.st_mtime_ns, found.st_size)}"
+    except OSError:  # not here, or no file: whoever reads it says so
         return path.name
-    return f"{path.name} {_digest(path.resolve(), found.st_mtime_ns, found.st_size)}"
 
 
 @lru_cache(maxsize=64)
@@ -63,7 +64,12 @@ def _digest(path: Path, _changed: int, _size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
-def identity(config: Config) -> str:
+def origin_of(config: Config, name: str) -> str:
+    """What the vectors of a run have to say of themselves: which images they may have seen."""
+    return json.dumps({"run": name, "data": config.data.name, "seed": config.seed, "val_fraction": config.data.val_fraction})
+
+
+def identity(config: Config, weights: str | None = None) -> str:
     """A hash of what determines a run's result."""
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return hashlib.sha256(json.dumps(known_by(plain), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(known_by(plain, weights), sort_keys=True).encode()).hexdigest()[:12]

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from fedlens.errors import UserError, first_line
 SIZE = 256  # px: what a 224 px crop is usually taken from
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"}
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF"]  # no format that calls a program, as EPS does
-FORMAT_VERSION = 2  # of the cache: raise it when decoding changes
+FORMAT_VERSION = 3  # of the cache: raise it when decoding changes
 
 Item: TypeAlias = tuple[Path | bytes, str]  # an image, as a file or its contents, and what to call it in an error
 T = TypeVar("T")
@@ -127,7 +128,19 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     pixels = np.asarray(image).astype(np.int64)
     if pixels.size and not 0 <= pixels.min() <= pixels.max() < 2**16:
         raise ValueError(f"its pixels go from {pixels.min()} to {pixels.max()}, allowed are 8 or 16 bits")
+    if image.mode == "I" and pixels.size and pixels.max() < 2**8:  # 32 bits that hold eight
+        return Image.fromarray(pixels.astype(np.uint8))
+    if pixels.size and pixels.max() < 2**12:
+        _tell_of_dark_images()
     return Image.fromarray(np.rint(pixels / 257).astype(np.uint8))
+
+
+@cache
+def _tell_of_dark_images() -> None:
+    """Once: a truly dark image cannot be told from one of 12 bits in 16."""
+    log.warning(
+        "there are images of 16 bits a pixel that use 12 of them at most: they are read as nearly black; if they are not, scale them to 16 bits or 8"
+    )
 
 
 def cached_images(cache: Path, part: str, fingerprint: object, items: Iterable[Item], count: int, size: int) -> Tensor:

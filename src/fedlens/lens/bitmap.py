@@ -17,6 +17,7 @@ from fedlens.errors import UserError, bad_value, first_line
 from fedlens.lens.space import ParamSpace
 
 BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)  # of a byte, the first coordinate highest
+PAUSED = "_paused_by_a_mask"  # on a parameter that a mask, not the user, has frozen: the next mask may choose it again
 KINDS = {  # of weights, by the end of their module's path: DINO's names, timm's and Hugging Face's
     "query": r"(query|q_proj)$",
     "key": r"(key|k_proj)$",
@@ -152,6 +153,7 @@ class Mask:
         for name, mask in self.as_dict().items():
             if not bool(mask.any()):
                 params[name].requires_grad_(False)
+                setattr(params[name], PAUSED, True)
 
     def save(self, path: str | Path) -> None:
         """One safetensors file, 8 coordinates a byte, written whole or not at all."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, unknown
-from fedlens.lens.bitmap import KINDS, Mask, parts
+from fedlens.lens.bitmap import KINDS, PAUSED, Mask, parts
 from fedlens.lens.norms import kth_smallest
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
@@ -324,7 +324,7 @@ def calibrate_mask(
     def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return sensitivity(model, images, labels, labels_from=labels_from, score=score, seed=seed, names=names, chunk=chunk)
 
-    still = [name for name, param in model.named_parameters() if not param.requires_grad]
+    still = [name for name, param in model.named_parameters() if not param.requires_grad and not getattr(param, PAUSED, False)]
     still = still if any(bool(mask.any()) for mask in eligible(model, still).values()) else []
     return build_mask(model, strategy, density, rounds=rounds, soft=soft, seed=seed, score=scores, like=like, without=without, frozen=still)
 

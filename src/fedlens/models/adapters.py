@@ -1,7 +1,9 @@
 """Backbones of timm and Hugging Face, where those libraries are installed: pooled features, then our `head`."""
 
+import copy
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, first_line
+from fedlens.models.weights import check_numbers
 
 log = logging.getLogger("fedlens")
 
@@ -76,6 +79,7 @@ def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int | N
 
 def check_fits(model: Adapted, name: str, image_size: int) -> Adapted:
     """The backbone takes images of this size, and gives what the head expects: otherwise it is said here, before a run exists."""
+    check_numbers({n: t for n, t in model.backbone.state_dict().items() if t.is_floating_point()}, name)
     training = model.training
     try:
         with torch.no_grad():
@@ -84,7 +88,22 @@ def check_fits(model: Adapted, name: str, image_size: int) -> Adapted:
         raise UserError(f"model.image_size: {image_size} given, which {name} does not take ({first_line(error)[:160]})") from None
     if found.shape != (1, model.head.in_features):
         raise UserError(f"model.name: {name} gives features {list(found.shape)} for one image, allowed is [1, {model.head.in_features}]")
+    if draws(model, image_size):
+        raise UserError(
+            f"model.name: {name} draws at random in its forward pass (a masked autoencoder, or a rate that cannot be set), allowed is one that does not"
+        )
     return model.train(training)
+
+
+def draws(model: Adapted, image_size: int) -> bool:
+    """Whether torch's generator is another after a forward pass: such features would be a function of no seed."""
+    images, tried = torch.zeros(2, 3, image_size, image_size), copy.deepcopy(model)  # a copy: a batch norm remembers what it saw
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        tried.eval().features(images)
+        with suppress(ValueError):  # a batch norm that wants more than one value
+            tried.train().features(images)
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def from_huggingface(name: str, num_classes: int, pretrained: bool, image_size: int, dropout: float) -> Adapted:
@@ -95,7 +114,7 @@ def from_huggingface(name: str, num_classes: int, pretrained: bool, image_size: 
     try:
         config = AutoConfig.from_pretrained(name)
         backbone, told = AutoModel.from_pretrained(name, output_loading_info=True) if pretrained else (AutoModel.from_config(config), {})
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.name: hf:{name} cannot be loaded ({first_line(error)[:160]})") from None
     absent = sorted(map(str, told.get("missing_keys", ())))
     if lacking := [key for key in absent if not key.startswith("pooler.")]:

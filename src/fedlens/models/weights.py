@@ -116,6 +116,8 @@ _UNUSED = re.compile(
 def to_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """DINO's own, timm's and Hugging Face's layouts -> DINO's names."""
     state = {re.sub(r"^(module\.|_orig_mod\.|model\.|backbone\.|vit\.|dinov2\.)+", "", name): tensor for name, tensor in found.items()}
+    if len(state) < len(found):
+        raise UserError("model.weights: the checkpoint has two models, which differ in a prefix alone; allowed is one")
     state = {name: tensor for name, tensor in state.items() if not _UNUSED.match(name)}
     if "embeddings.cls_token" not in state:
         return state
@@ -139,14 +141,14 @@ def check_numbers(found: Mapping[str, Tensor], source: str) -> None:
         if not plain or not tensor.is_floating_point():
             what = str(tensor.dtype).removeprefix("torch.") if plain else "no plain tensor"
             raise UserError(f"model.weights: {source}: {name} is {what}, allowed are dense tensors of real numbers")
-        if not bool(tensor.isfinite().all()):
+        if not bool(tensor.float().isfinite().all()):
             raise UserError(f"model.weights: {source}: {name} has values that are not finite")
 
 
 def load_weights(model: ViT, found: Mapping[str, Tensor], source: str) -> None:
     """Fill the model from a checkpoint in any known layout. Only the head may be absent, and only as a whole."""
-    check_numbers(found, source)
     state, own = to_our_names(found), model.state_dict()
+    check_numbers(state, source)  # what is left out may be anything: a count of batches in DINO's projection head
     if "pos_embed" in state and state["pos_embed"].ndim == 3:
         grid = model.image_size // model.shape.patch
         places = state["pos_embed"].shape[1] - 1

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fedlens.errors import UserError, bad_value
+from fedlens.lens.bitmap import PAUSED
 
 # An active entry costs 12 bytes by index (int64 + float32), any entry 5 densely (float32 + mask): 3 bytes an entry against 5 here.
 COMPACT_BELOW = 0.25
@@ -234,6 +235,8 @@ class SparseSGDM(Optimizer):
                 self.state[p]["momentum_buffer"] = active.take(v).clone()  # a loaded one still belongs to the state_dict
             if active.nowhere and p.requires_grad:
                 self._paused.add(p.requires_grad_(False))
+                setattr(p, PAUSED, True)
                 p.grad = None
             elif not active.nowhere and p in self._paused:
                 self._paused.remove(p.requires_grad_(True))
+                setattr(p, PAUSED, False)

@@ -30,7 +30,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedlens.errors import UserError, first_line
+from fedlens.errors import Elsewhere, UserError, first_line
 from fedlens.lens.masks import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
@@ -61,10 +61,10 @@ def disk_errors(what: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in MENDED_BY_USER:
             reason = (error.strerror or "cannot be written").lower()
-            raise UserError(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
+            raise Elsewhere(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
         raise
     except SafetensorError as error:  # of the disk too: its library writes files by itself
-        raise UserError(f"run.dir: {what} cannot be written: {first_line(error)}; what was saved before is intact") from None
+        raise Elsewhere(f"run.dir: {what} cannot be written: {first_line(error)}; what was saved before is intact") from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -197,7 +197,7 @@ class RunFolder:
             write_atomic(file, f"{secrets.randbits(256)}\n")
         return int(file.read_text())
 
-    def keep_client_vectors(self, vectors: Mapping[int, Mapping[str, Tensor]], model: Mapping[str, Tensor]) -> None:
+    def keep_client_vectors(self, vectors: Mapping[int, Mapping[str, Tensor]], model: Mapping[str, Tensor], origin: str) -> None:
         """What each client added to the final model, as one task vector a client; over all of the model, as the run's own is, so that they can be added."""
         folder = self.path / CLIENTS_FOLDER
         space = ParamSpace({name: tensor.shape for name, tensor in model.items() if tensor.is_floating_point()})
@@ -205,7 +205,7 @@ class RunFolder:
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
             for client, vector in vectors.items():
-                TaskVector(space, space.flatten({**zeros, **vector})).save(folder / f"{client}.safetensors")
+                TaskVector(space, space.flatten({**zeros, **vector}), [origin]).save(folder / f"{client}.safetensors")
 
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
         self.settle()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedlens.errors import UserError, first_line
+from fedlens.errors import Elsewhere, UserError, first_line
 
 log = logging.getLogger("fedlens")
 
@@ -124,7 +124,7 @@ class Trackers:
             except ImportError:
                 raise UserError(f"run.trackers: {name} is not installed; install it with: pip install 'fedlens[{name}]'") from None
             except Exception as error:  # each library has its own
-                raise UserError(f"run.trackers: {name} cannot be begun: {first_line(error)}") from None
+                raise Elsewhere(f"run.trackers: {name} cannot be begun: {first_line(error)}") from None
 
     def log(self, line: Mapping[str, Any]) -> None:
         numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}

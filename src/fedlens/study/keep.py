@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlens.errors import UserError
-from fedlens.identity import known_by
 from fedlens.runs.store import disk_errors, is_finished, write_atomic
-from fedlens.study.results import SEARCH_FILE, STUDY_FILE, read_config, read_search, read_study
+from fedlens.study.results import SEARCH_FILE, STUDY_FILE, but_for_the_seed, read_search, read_study
 
 Told = dict[str, Any]  # what study.json says, or a part of it
 FILES = (
@@ -183,7 +182,7 @@ def _seeds(old: dict[str, str], new: dict[str, str], out: Path) -> dict[str, str
 
 
 def _but_for_the_seed(run: Path) -> str:
-    return json.dumps({key: value for key, value in known_by(read_config(run)).items() if key != "seed"}, sort_keys=True, default=str)
+    return json.dumps(but_for_the_seed(run), sort_keys=True, default=str)
 
 
 def _how_far(tuned: Told, part: Told, out: Path) -> tuple[bool, bool, int]:

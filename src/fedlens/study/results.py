@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from fedlens.errors import UserError, first_line
 from fedlens.identity import known_by
-from fedlens.runs.store import read_metrics, read_summary
+from fedlens.runs.store import read_environment, read_metrics, read_summary
 from fedlens.study.plans import labelled
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
@@ -325,12 +325,17 @@ def _table(folder: Path, table: Mapping[str, Any], question: str) -> TableResult
 # --- runs that no study planned
 
 
+def but_for_the_seed(run: Path) -> dict[str, Any]:
+    """What a run's result depends on besides its seed; its weights as they were when it began."""
+    known = known_by(read_config(run), read_environment(run).get("weights"))
+    return {key: value for key, value in known.items() if key != "seed"}
+
+
 def group(folders: Iterable[Path]) -> list[CellResult]:
     found: dict[str, list[tuple[dict[str, Any], RunResult]]] = {}
     for folder in folders:
-        config = read_config(folder)
-        flat = dict(_flat({key: value for key, value in known_by(config).items() if key != "seed"}))
-        found.setdefault(json.dumps(flat, sort_keys=True, default=str), []).append((flat, RunResult(folder, int(config.get("seed", 0)))))
+        flat, seed = dict(_flat(but_for_the_seed(folder))), int(read_config(folder).get("seed", 0))
+        found.setdefault(json.dumps(flat, sort_keys=True, default=str), []).append((flat, RunResult(folder, seed)))
     flats = [members[0][0] for members in found.values()]
     varied = [key for key in dict.fromkeys(key for flat in flats for key in flat) if len({str(flat.get(key)) for flat in flats}) > 1]
     cells: list[CellResult] = []

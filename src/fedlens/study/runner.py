@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlens.composing import from_file, to_yaml
-from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
 from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_atomic, write_json
@@ -276,10 +276,10 @@ class Broken(str):
 def _attempt(work: Callable[[], None]) -> str | None:
     try:
         work()
+    except (Elsewhere, ChildProcessError) as error:
+        return Broken(error)
     except UserError as error:
         return str(error)
-    except ChildProcessError as error:
-        return Broken(error)
     except (RuntimeError, OSError) as error:  # told, and the others go on
         return Broken(f"{type(error).__name__}: {first_line(error)}")
     return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedlens.composing import from_file, to_yaml
 from fedlens.config import Config
-from fedlens.errors import UserError, first_line
+from fedlens.errors import Elsewhere, UserError, first_line
 from fedlens.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
@@ -70,7 +70,7 @@ class Watch:
 
 
 def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
-    """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed, value, why, broken}. Its weights are not kept.
+    """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed | stopped, value, why, broken}. Its weights are not kept.
     `broken`: it was the device or torch that failed, and may fail for all that comes after in this process."""
     watch, finished = Watch(trial, config), (path / "summary.json").is_file()
     try:
@@ -81,6 +81,8 @@ def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
         outcome = {"state": "complete", "value": run.summary["val_accuracy"], "why": None}
     except Pruned:
         outcome = {"state": "pruned", "value": max(watch.seen.values()), "why": None}
+    except Elsewhere as error:  # says nothing of these values; what the run kept, the next start goes on from
+        return {"state": "stopped", "value": None, "why": first_line(error)}
     except (UserError, RuntimeError) as error:  # a loss that is not finite, a device that is too small
         outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
     shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
@@ -168,6 +170,8 @@ class Search:
             while done < total:
                 asked = [self._ask(done + i) for i in range(min(self.jobs, total - done) if done else 1)]  # the default alone
                 for trial, outcome in zip(asked, self._conducted(asked), strict=True):
+                    if outcome["state"] == "stopped":
+                        raise Elsewhere(f"search: {outcome['why']}; the same command goes on")
                     if done == 0 and outcome["state"] == "failed":
                         raise UserError(f"search: the default configuration fails: {outcome['why']}")
                     self._finish(trial, outcome)

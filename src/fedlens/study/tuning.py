@@ -4,7 +4,7 @@
 
 A climb for every cell: short runs (`length` of the whole, the plan's first seed, the test set unread) at the cell's own value and a factor `by` above
 and below, then further on the side that wins, until the best has a worse one on either side or `tries` are spent. A trial that fails is worse than any
-that does not. Cells that must be trained alike, say with a client and without it, share one climb: `like`. What short runs do otherwise, to be cheaper still: `set`. What was tried is read from the trials' folders, so a study that is killed goes on, and a value never depends on when it was.
+that does not. Cells that must be trained alike, say with a client and without it, share one climb: `like`. What short runs do otherwise, to be cheaper still: `set` (what the command line says holds for them, too). What was tried is read from the trials' folders, so a study that is killed goes on, and a value never depends on when it was.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,5 @@
 """A run from configuration to summary, and runs as objects: what `fedlens run`, `fedlens resume` and the Python API share."""
 
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from fedlens.composing import compose, from_file, to_yaml
 from fedlens.config import Config, validate
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError, bad_value
-from fedlens.identity import identity
+from fedlens.identity import identity, known_weights, origin_of
 from fedlens.lens.masks import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.environment import environment
@@ -80,9 +79,7 @@ class Run:
     @property
     def origin(self) -> str:
         """What its vectors have to say of themselves: which images they may have seen."""
-        config = self.config
-        told = {"run": self.path.name, "data": config.data.name, "seed": config.seed, "val_fraction": config.data.val_fraction}
-        return json.dumps(told)
+        return origin_of(self.config, self.path.name)
 
     def client_vectors(self, of: Iterable[int] | None = None) -> dict[int, TaskVector]:
         """With federated.client_vectors: what each client, or each of these in their order, added to the final model."""
@@ -136,7 +133,8 @@ def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None
         folder = None
         if ranks.first:
             keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
-            folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), environment(), **keep)
+            began = environment() | ({"weights": known_weights(config.model.weights)} if config.model.weights else {})
+            folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), began, **keep)
             if not go_on and clients is None:  # of a federation its log says which site was silent
                 stack.enter_context(_nothing_half_written(path))
             stack.enter_context(folder)
@@ -162,7 +160,7 @@ def _where(config: Config, go_on: bool) -> tuple[Path, bool]:
         return path, go_on
     if config.run.if_exists == "error":
         raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-    if identity(from_file(path / "config.yaml")) != identity(config):
+    if identity(from_file(path / "config.yaml"), read_environment(path).get("weights")) != identity(config):
         raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder")
     return path, True
 
@@ -186,7 +184,7 @@ def _threads_of(path: Path) -> Iterator[None]:
     if began in (0, here):
         yield
         return
-    if began > (os.cpu_count() or 1):
+    if began > _cores():
         log.warning(
             "begun with %d threads, here are %d: the last bits of sums may differ from those of a run that was not interrupted", began, here
         )
@@ -198,6 +196,11 @@ def _threads_of(path: Path) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(here)
+
+
+def _cores() -> int:
+    """Of this process, which may be pinned to some of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(overrides: Sequence[str]) -> Run:

@@ -21,6 +21,7 @@ from fedlens.data.partition import Index, label_counts, partition, partition_sta
 from fedlens.engine.ranks import Ranks
 from fedlens.engine.work import Update, cohort_size, survives, training_cohort
 from fedlens.errors import UserError
+from fedlens.identity import origin_of
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.masks import Mask
 from fedlens.lens.merging import checked
@@ -278,7 +279,11 @@ def train(bench: Bench, clients: Clients, run: RunFolder | None, trackers: Track
     if fed.client_vectors:
         added = {int(n.removeprefix("client.")): t for n, t in chosen.tensors.items() if n.startswith("client.")}
         zeros = torch.zeros(space.dense_size, device=device)
-        run.keep_client_vectors({k: space.views(space.expand(v.to(device), zeros).cpu()) for k, v in added.items()}, model.state_dict())
+        run.keep_client_vectors(
+            {k: space.views(space.expand(v.to(device), zeros).cpu()) for k, v in added.items()},
+            model.state_dict(),
+            origin_of(cfg, run.path.name),
+        )
     run.finish(summary, model.state_dict())
     trackers.finish(summary)
     log.info("%s (best round %d, %.0f s)", said(tested), best["step"], elapsed)
