@@ -30,10 +30,10 @@ from torch import Tensor
 
 import fedlens as fl
 from fedlens.composing import compose, to_config, to_yaml
+from fedlens.engine.flower import node, worker
 from fedlens.engine.flower import wire as on_the_wire
-from fedlens.engine.flower import worker
 from fedlens.engine.flower.federation import Federation
-from fedlens.engine.flower.node import OPERATIONS, Place, answer, backbone_digest, forget, local_config, mean_update
+from fedlens.engine.flower.node import OPERATIONS, Place, _without_paths, answer, backbone_digest, forget, local_config, mean_update
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
 from fedlens.errors import UserError
@@ -607,6 +607,36 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
 
 
 # --- a site's answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["/data/run #3", "0123", "yes", "&x", "/data/a: b", "{$HOME}", "[a]", "@x", "2026-01-01", "C:\\x"])
+def test_a_site_reads_its_own_values_as_a_run_does(value: str) -> None:
+    sent = to_yaml(compose(["experiment=fedavg_iid"]))
+    here = compose(["experiment=fedavg_iid", f"data.root={value}"]).data.root
+    assert local_config(sent, [f"data.root={value}"]).data.root == here == value
+
+
+@pytest.mark.parametrize(
+    ("root", "text"),
+    [
+        ("/x/a", "/x/a/Jane Doe 1970-01-01.png: not a readable image"),
+        ("/x/a", "data.root: /x/a/scan (Jane Doe).png: not a readable image"),
+        ("hiv_positive", "hiv_positive/train/0/HIV: Jane.png: not a readable image"),
+    ],
+)
+def test_what_goes_wrong_at_a_site_is_told_without_names_of_its_files(root: str, text: str) -> None:
+    told = _without_paths(text, Place(0, 1, True, (f"data.root={root}",)))
+    assert told.endswith("…: not a readable image") and not any(word in told for word in ("Jane", "Doe", "x/a", "hiv", "HIV"))
+
+
+def test_an_update_that_is_not_finite_is_not_cut_to_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        "deltas": torch.tensor([[float("inf"), -float("inf"), 0.01]]),
+        "notes": torch.tensor([[0.0, 4.0, 2.0, 1.0]], dtype=torch.float64),
+    }
+    monkeypatch.setattr(node, "answer", lambda *_: Parcel.of({}, parts))
+    asked = Parcel({"config": to_yaml(compose(["experiment=fedavg_iid", "privacy.secure_aggregation=true"]))})
+    assert mean_update(asked, Place(0, 1), {}).facts == {"error": "the update is not finite"}
 
 
 @pytest.mark.parametrize(

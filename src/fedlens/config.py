@@ -327,7 +327,7 @@ def validate(config: Config, *, to_train: bool = True) -> Config:
         raise UserError("privacy.noise: noise hides an update only if its length is bounded; set privacy.clip as well")
     if config.privacy.noise and (config.server.merge != "mean" or config.federated.algorithm not in ("fedavg", "fedprox")):
         raise UserError("privacy.noise: its accounting holds for server.merge=mean and federated.algorithm=fedavg or fedprox only")
-    if config.privacy.clip is not None and config.federated.algorithm == "scaffold":
+    if to_train and config.privacy.clip is not None and config.federated.algorithm == "scaffold":
         raise UserError(
             "privacy.clip: it bounds updates, but scaffold's control variates are made of them as they come; allowed with the others"
         )

@@ -41,7 +41,11 @@ class GridCourier:
         if keys is not None and not files:
             raise UserError(f"federate server: {keys} has no key of a site (K.pub), so nobody could be known")
         self.numbers = {_canonical(file.read_bytes()): int(file.stem) for file in files}
-        self.count = max(self.numbers.values(), default=-1) + 1  # sites: one whose key is taken away leaves the others' numbers as they are
+        told = keys / "count" if keys is not None else None  # of a folder made before there was one, the last key says it
+        known = int(told.read_text()) if told is not None and told.is_file() else 0
+        self.count = max(
+            known, max(self.numbers.values(), default=-1) + 1
+        )  # sites: a key that is taken away leaves the others' clients as they are
         self._known: dict[int, int] = {}  # node -> the K of its key
 
     def sites(self) -> Collection[int]:

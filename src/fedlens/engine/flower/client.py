@@ -3,6 +3,7 @@
 torch is not imported here, nor what imports it: this process lives for one message.
 """
 
+import logging
 import shlex
 from collections.abc import Callable, Iterator, MutableMapping
 
@@ -20,6 +21,7 @@ from fedlens.engine.flower.worker import MEAN, ask
 from fedlens.errors import UserError, first_line
 
 MEMORY = "memory"
+log = logging.getLogger("fedlens")
 client_app = ClientApp(mods=[secaggplus_mod])  # looks at messages of type `train` alone, which only secure aggregation sends
 
 
@@ -68,6 +70,9 @@ def _answering(operation: str) -> Callable[[Message, Context], Message]:
             found = ask(operation, from_record(message.content), place_of(context), Memory(context.state))
         except (Refused, UserError) as error:
             found = Parcel({"error": first_line(error)})
+        except Exception as error:  # Flower would send its text, paths and all; a worker has logged it already
+            log.exception("%s failed", operation)
+            raise RuntimeError(f"{type(error).__name__}; the site's log has more") from None
         return Message(to_record(found), reply_to=message)
 
     return reply
@@ -82,7 +87,11 @@ def train_in_secret(message: Message, context: Context) -> Message:
     """One mean by samples. What goes wrong is raised: to the others the site has then dropped out."""
     asked = compat.recorddict_to_fitins(message.content, keep_input=True)
     (blob,) = asked.parameters.tensors
-    reply = ask(MEAN, Parcel.read(asked.config.get("facts"), bytes(blob)), place_of(context), Memory(context.state))
+    try:
+        reply = ask(MEAN, Parcel.read(asked.config.get("facts"), bytes(blob)), place_of(context), Memory(context.state))
+    except Exception as error:
+        log.exception("the mean failed")
+        raise RuntimeError(f"{type(error).__name__}; the site's log has more") from None
     if not reply.tensors:
         raise Refused(str(reply.facts["error"]))
     told = reply.facts

@@ -60,7 +60,7 @@ class Courier(Protocol):
         *,
         size: int,
         bound: float,
-        most: int,
+        samples: Mapping[int, int],
         fraction: float,
         deadline: float,
     ) -> tuple[Update | None, set[int]]:
@@ -156,7 +156,7 @@ class Federation:
             raise Refused("its pretrained weights are others than the server's")
         if facts.get("classes") != self.bench.dataset.class_names:
             raise Refused("its classes are others than the server's, or in another order")
-        if (version := str(facts.get("fedlens"))[:20]) != __version__:
+        if (version := Failure.of(facts.get("fedlens"))[:20]) != __version__:
             log.warning("site %s runs fedlens %s, the server %s: their numbers may differ", site, version, __version__)
         self._greeted.add(site)
         for client, count in zip(clients, samples, strict=True):  # type: ignore[arg-type]
@@ -352,12 +352,14 @@ class Federation:
             homes = {site: own for site, own in self._homes(present).items() if site not in failed}
             if len(homes) >= 2 and sum(map(len, homes.values())) >= self.config.min_fraction * len(present):
                 parcels = {s: Parcel.of({**self._told, **question.facts(s, k)}, question.tensors(s, k)) for s, k in homes.items()}
-                most = max(sum(self.members[k].samples for k in own) for own in homes.values())
+                samples = {site: sum(self.members[k].samples for k in own) for site, own in homes.items()}
                 options = {"bound": privacy.range, "fraction": self.config.min_fraction, "deadline": self.config.deadline}
-                found, gone = self.courier.secure_mean(parcels, round_, self.traffic, size=question.size, most=most, **options)
+                found, gone = self.courier.secure_mean(parcels, round_, self.traffic, size=question.size, samples=samples, **options)
                 failed |= gone
                 if found is not None:
-                    return self._sound_sum(found, question.size, privacy.range, round_)
+                    # each site's rounding is up to a step of 2⁻²² of the range times the largest site's samples
+                    coarse = 4 * len(samples) * max(samples.values()) / (2**22 * sum(sorted(samples.values())[:2]))
+                    return self._sound_sum(found, question.size, (1.001 + coarse) * privacy.range, round_)
             log.warning("round %d: no sum from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
         raise UserError(
             f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of the clients asked; "
@@ -366,7 +368,7 @@ class Federation:
 
     def _sound_sum(self, found: Update, size: int, bound: float, round_: int) -> Update:
         """What nobody could look at one by one is at least a mean of vectors within the range."""
-        if len(found.delta) != size or not bool(found.delta.isfinite().all()) or float(found.delta.abs().max()) > 1.001 * bound:
+        if len(found.delta) != size or not bool(found.delta.isfinite().all()) or float(found.delta.abs().max()) > bound:
             raise UserError(
                 f"round {round_ + 1}: the sum is not one of updates within privacy.range; a site sent nonsense, and nobody can tell which"
             )

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from fedlens.composing import compose
 from fedlens.engine.flower.node import OWN
@@ -52,6 +53,7 @@ clientapp = "federation.client_app:app"
 overrides = {overrides}
 run-dir = {run}
 keys = ""
+escaped = true
 """
 MODULE = '"""{what}"""\n\nfrom fedlens.engine.flower.{module} import {name} as app\n\n__all__ = ["app"]\n'
 CONNECTION = "federation"
@@ -85,6 +87,8 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) ->
     (package / "client_app.py").write_text(MODULE.format(what="A site.", module="client", name="client_app"))
     make_certificates(folder / "server", list(dict.fromkeys([host, "localhost", "127.0.0.1"])))
     (folder / "server" / "address").write_text(f"{host}:{port}\n")
+    (folder / "server" / "sites").mkdir()
+    (folder / "server" / "sites" / "count").write_text(f"{sites}\n")
     for k in range(sites):
         site = folder / "sites" / str(k)
         make_site_key(site / "key", folder / "server" / "sites" / f"{k}.pub")
@@ -184,7 +188,8 @@ def app_config(path: Path) -> dict[str, str]:
 
     try:
         found = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"]
-        return {"overrides": from_setting(found["overrides"]), "run-dir": from_setting(found["run-dir"])}
+        plain = from_setting if found.get("escaped") else str  # a folder of an older version has its values as they are
+        return {"overrides": plain(found["overrides"]), "run-dir": plain(found["run-dir"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"federate server: {path} cannot be read ({error})") from None
 
@@ -237,7 +242,11 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simul
         "--ssl-keyfile",
         str(keys / "server.key"),
     ]
-    command += ["--simulation"] if simulate else ["--enable-supernode-auth", "--database", str(keys / "state.db")]
+    command += (
+        ["--simulation"]
+        if simulate
+        else ["--enable-supernode-auth", "--database", f"sqlite:///{quote(str((keys / 'state.db').resolve()))}"]
+    )
     command += ["--disable-runtime-dependency-installation"]
     with (keys / "superlink.log").open("ab") as log, _child(command, env, stdout=log, stderr=log, stdin=subprocess.PIPE) as link:
         until = time.monotonic() + STARTS_WITHIN

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from fedlens import __version__
-from fedlens.composing import to_config
+from fedlens.composing import normalise, to_config
 from fedlens.config import Config
 from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
 from fedlens.data.folder import load_folder
@@ -85,12 +86,13 @@ def local_config(text: str, overrides: Sequence[str]) -> Config:
         for key in ("data.name", "model.name"):
             _, _, named = str(OmegaConf.select(sent, key)).partition(":")
             if named and (named.startswith(("/", ".", "~")) or Path(named.split(":")[0]).exists()):
-                raise Refused(f"{key}: {named!r} that was sent is a path here; a site names its own files")
+                raise Refused(f"{key}: what was sent is a path here; a site names its own files")
         for override in overrides:
-            key, _, value = override.partition("=")
+            key = override.partition("=")[0]
             if key not in OWN:
                 raise UserError(f"federate client: {key!r} given, allowed is one of {', '.join(OWN)}; the rest is the server's to say")
-            OmegaConf.update(sent, key, OmegaConf.from_dotlist([f"v={value}"])["v"])
+            (parsed,) = OverridesParser.create().parse_overrides(normalise([override]))  # as the server's values are read
+            OmegaConf.update(sent, key, parsed.value())
     except (UserError, Refused):
         raise
     except Exception as error:  # yaml's and OmegaConf's errors share no public base
@@ -158,18 +160,24 @@ def mean_update(asked: Parcel, place: Place, memory: Memory) -> Parcel:
     total = samples.sum()
     mean = (found["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
     bound = local_config(str(asked.facts["config"]), place.overrides).privacy.range
-    mean = mean.clamp(-bound, bound)
     if not bool(mean.isfinite().all()):
         return Parcel({"error": "the update is not finite"})
+    mean = mean.clamp(-bound, bound)
     told = {"samples": int(total), "loss": float((losses * samples).sum() / total), "clients": len(samples)}
     return Parcel.of(told, {"mean": mean})
 
 
 def _without_paths(text: str, place: Place) -> str:
     """What is called how at a site is not the server's affair."""
-    for value in sorted((override.partition("=")[2] for override in place.overrides), key=len, reverse=True):
-        text = text.replace(value, "…") if "/" in value else text  # with the spaces that it may have
-    return re.sub(r"(?<![\w.])[~…]?(/[^\s:;,'\"()]+)+/?", "…", text)
+    own = [override.partition("=")[2] for override in place.overrides if override.startswith(("data.root=", "model.weights="))]
+    forms = {form for value in own if value for form in (value, str(Path(value)), str(Path(value).expanduser()))}
+    patterns = [rf"(?<![\w.]){re.escape(form)}(?![\w.])" for form in forms] + [r"(?<![\w.])~?/\S"]
+    starts = [found.start() for pattern in patterns if (found := re.search(pattern, text))]
+    if not starts:
+        return text
+    # a name may have spaces, quotes and colons: what is told is before the path and after the last colon
+    reason = text[min(starts) :].rpartition(": ")[2] if ": " in text[min(starts) :] else ""
+    return text[: min(starts)] + "…" + (f": {_without_paths(reason, place)}" if reason else "")
 
 
 def forget() -> None:

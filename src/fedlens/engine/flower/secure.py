@@ -8,7 +8,8 @@ This is the server's half; a site's is `mean_update` in node.py, and both stretc
 
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from fedlens.engine.flower.wire import Parcel
 from fedlens.engine.work import Update
 
 FORM = "safetensors"
+LONGEST = 4096  # bytes of an encrypted share (612) or of a share (324)
+POLL = 0.5  # seconds between looks for answers
 CURVE = "secp384r1"  # of the protocol's keys
 WORST = 1e6  # a loss above it is nonsense, and must not spoil the mean of the others
 log = logging.getLogger("fedlens")
@@ -71,18 +74,37 @@ class Counted:
     def __init__(self, grid: Grid) -> None:
         self.grid, self.up, self.down = grid, 0, 0
         self.size = 0  # coordinates of an update
+        self.samples: Mapping[int, int] = {}  # of each site, as it said when it was greeted
         self.failed: set[int] = set()  # sites that left a message without a good answer, in the first stage that any did
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
         self.down += sum(content_size(message) for message in sent)
-        found = list(self.grid.send_and_receive(sent, timeout=timeout))
+        found = list(self._exchange(sent, timeout))
         asked = {message.metadata.dst_node_id: message.content.config_records[RECORD_KEY_CONFIGS] for message in sent}
         good = [message for message in found if not message.has_error() and self._in_form(message, asked)]
         self.up += sum(content_size(message) for message in good)
         if not self.failed:  # in later stages others fail because of those
             self.failed = set(asked) - {message.metadata.src_node_id for message in good}
         return good
+
+    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> Iterator[Message]:
+        """One by one, as GridCourier does: of replies that are fetched together, one that cannot be received would take the others with it."""
+        waiting = {message_id for message_id in self.grid.push_messages(messages) if message_id}
+        until = time.monotonic() + (timeout or 0.0)
+        while waiting and (timeout is None or time.monotonic() < until):
+            for message_id in sorted(waiting):
+                try:
+                    replies = list(self.grid.pull_messages([message_id]))
+                except Exception as error:  # whatever a site can make Flower stumble over
+                    log.warning("secure aggregation: a reply cannot be received (%s)", type(error).__name__)
+                    waiting.discard(message_id)
+                    continue
+                if replies:
+                    waiting.discard(message_id)
+                    yield from replies
+            if waiting:
+                time.sleep(POLL)
 
     def _in_form(self, message: Message, asked: Mapping[int, Any]) -> bool:
         """Whether an answer is what its stage asks for: with another Flower would stumble, and nobody could say over whom."""
@@ -92,14 +114,17 @@ class Counted:
             stage = asked[site][Key.STAGE]
             if stage == Stage.SETUP:
                 keys = [load_pem_public_key(record[name]) for name in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
-                return all(isinstance(key, EllipticCurvePublicKey) and key.curve.name == CURVE for key in keys)
+                good = all(isinstance(key, EllipticCurvePublicKey) and key.curve.name == CURVE for key in keys)
+                return good and record[Key.PUBLIC_KEY_1] != record[Key.PUBLIC_KEY_2]  # else all the others would drop out
             if stage == Stage.SHARE_KEYS:  # for each of the others, encrypted
                 return _for_each(record, Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, set(asked) - {site})
             if stage == Stage.UNMASK:
                 return _for_each(
                     record, Key.NODE_ID_LIST, Key.SHARE_LIST, {*asked[site][Key.ACTIVE_NODE_ID_LIST], *asked[site][Key.DEAD_NODE_ID_LIST]}
                 )
-            compat.recorddict_to_fitres(message.content, keep_input=True)
+            said: Any = compat.recorddict_to_fitres(message.content, keep_input=True).num_examples
+            if type(said) is not int or said != self.samples[site]:
+                return False  # it has other data than it said, or lies
             # numpy would stretch a column and a row into a matrix
             return [_form(blob) for blob in record[Key.MASKED_PARAMETERS]] == [((1,), "<i8"), ((self.size,), "<i8")]
         except Exception:  # there are as many ways to break a key or a header, which is a piece of Python
@@ -109,7 +134,7 @@ class Counted:
 def _for_each(record: Any, names: str, parts: str, expected: set[int]) -> bool:
     """Whether a record lists one part of bytes for each of the sites expected."""
     same = len(record[names]) == len(record[parts]) == len(expected) and set(record[names]) == expected
-    return same and all(isinstance(part, bytes) for part in record[parts])
+    return same and all(isinstance(part, bytes) and len(part) <= LONGEST for part in record[parts])
 
 
 def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
@@ -118,6 +143,8 @@ def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if len(blob) - file.tell() != dtype.itemsize * int(np.prod(shape)):
+        raise ValueError
     return shape, dtype.str
 
 
@@ -137,19 +164,23 @@ def secure_mean(
     *,
     size: int,
     bound: float,
-    most: int,
+    samples: Mapping[int, int],
     fraction: float,
     deadline: float,
 ) -> Update | None:
-    """One update that stands for all: the mean by samples. `most`: the samples of the largest site. None: too few have answered."""
-    grid.size = size
+    """One update that stands for all: the mean by samples. `samples`: of each site. None: too few have answered."""
+    grid.size, grid.samples = size, samples
     strategy = _Round(parcels)
     legacy = LegacyContext(context, strategy=strategy)
     legacy.state = RecordDict()
     legacy.state["config"] = ConfigRecord({"current_round": round_ + 1})
     legacy.state["parameters"] = compat.parameters_to_arrayrecord(ndarrays_to_parameters([np.zeros(1, np.float32)]), keep_input=False)
     workflow = SecAggPlusWorkflow(
-        num_shares=1.0, reconstruction_threshold=max(0.51, fraction), max_weight=float(most), clipping_range=bound, timeout=deadline
+        num_shares=1.0,
+        reconstruction_threshold=max(0.51, fraction),
+        max_weight=float(max(samples.values())),
+        clipping_range=bound,
+        timeout=deadline,
     )
     try:
         workflow(grid, legacy)
@@ -158,7 +189,4 @@ def secure_mean(
     if strategy.mean is None:
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))
-    if not float(delta.abs().amax()) <= 1.01 * bound:  # a mean of what is within the bound is too: these are masks that were not taken off
-        log.warning("secure aggregation: the sum is beyond privacy.range, so somebody's part of it or of the keys is false")
-        return None
     return Update(-1, strategy.samples, 1, delta, torch.tensor(strategy.loss), strategy.clients)

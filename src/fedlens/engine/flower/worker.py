@@ -40,7 +40,10 @@ FAILED = 3  # the status of a worker whose work raised what nobody expected
 LONGEST = 90  # bytes of a temporary folder's path: a socket's may have about 108
 PART = 2**20  # bytes that are read at once
 LENGTH = struct.Struct(">Q")
+SLOW = 20.0  # seconds: a greeting that took longer may have come too late, and the next one is the same again
+STALE = 120.0  # seconds in which that next one comes
 Memory = MutableMapping[str, bytes]
+_late = -STALE  # when a slow greeting was answered, if that was the last message
 log = logging.getLogger("fedlens.worker")
 
 
@@ -133,7 +136,8 @@ def _served(connection: socket.socket) -> bool:
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("a message did not come to its end: %s", first_line(error))
         return True
-    if operation == "hello":
+    global _late
+    if operation == "hello" and time.monotonic() - _late > STALE:
         from fedlens.engine.flower.node import forget
 
         forget()  # a run begins: what the site has on its disk may be other than in the run before, and two runs' data need not fit the device
@@ -145,6 +149,7 @@ def _served(connection: socket.socket) -> bool:
     except Exception as error:
         log.exception("worker %d: %s failed", os.getpid(), operation)
         reply, failed = Parcel(), f"{type(error).__name__}: {first_line(error)}"
+    _late = time.monotonic() if operation == "hello" and time.monotonic() - began > SLOW else -STALE
     changed = {name: value for name, value in memory.items() if given.get(name) != value}
     head = {"facts": reply.facts, "failed": failed, "forgotten": sorted(given.keys() - memory.keys())}
     with suppress(OSError):  # who asked is gone
