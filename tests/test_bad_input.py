@@ -30,6 +30,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "train.epochs=-1"], "train.epochs"),
     ([*RUN, "train.epochs=three"], "train.epochs"),
     ([*RUN, "train.label_smoothing=1"], "train.label_smoothing"),
+    ([*RUN, "train.chunk=0"], "train.chunk: 0 given, allowed is >= 1 or null"),
     ([*RUN, "train.patience=0"], "train.patience"),
     ([*RUN, "train.patience=2", "head=linear", "data.val_fraction=0"], "train.patience"),
     ([*RUN, "train.precision=fp8"], "train.precision"),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import EMBEDDED, FAST
 
+from fedlens.cli import main
 from fedlens.composing import compose
 from fedlens.data.batches import batch_indices
 from fedlens.errors import UserError
@@ -46,6 +47,36 @@ def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> Non
         optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(run.state[name], tensor, atol=1e-6), name
+
+
+@pytest.mark.parametrize("options", [[], ["model.dropout=0.2", "train.label_smoothing=0.1"]], ids=["plain", "dropout"])
+def test_a_batch_in_parts_makes_the_same_step(fast_run: Callable[..., Any], options: list[str]) -> None:
+    whole = fast_run("whole", "train.epochs=1", *options)
+    same = fast_run("same", "train.epochs=1", "train.chunk=60", *options)
+    parts = fast_run("parts", "train.epochs=1", "train.chunk=7", *options)
+    for name, tensor in whole.state.items():
+        assert torch.equal(same.state[name], tensor) and torch.allclose(parts.state[name], tensor, atol=1e-5), name
+    assert parts.metrics[0]["train_loss"] == pytest.approx(whole.metrics[0]["train_loss"], abs=1e-5)
+
+
+def test_where_memory_runs_out_a_batch_is_halved_until_it_fits(
+    fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, fits = F.cross_entropy, [20]
+
+    def small(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        if logits.requires_grad and len(labels) > fits[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(logits, labels, **options)
+
+    whole = fast_run("whole", "train.epochs=1")
+    monkeypatch.setattr(F, "cross_entropy", small)
+    halved = fast_run("halved", "train.epochs=1")
+    assert [record.args for record in caplog.records if "out of memory" in record.message] == [(60, 30), (30, 15)]
+    assert all(torch.allclose(halved.state[name], tensor, atol=1e-5) for name, tensor in whole.state.items())
+    fits[0] = 0
+    assert main(["run", *FAST, "train.epochs=1", f"run.dir={whole.path.parent / 'none'}"]) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: device: its memory is full; a smaller optim.batch_size")
 
 
 def test_without_epochs_a_run_is_its_head_alone(fast_run: Callable[..., Any]) -> None:

@@ -390,6 +390,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
+            raise
+        may = "a smaller optim.batch_size, train.eval_batch_size or model.image_size may help; what was saved before is intact"
+        print(f"error: device: its memory is full; {may} ({first_line(error)})", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -64,6 +64,7 @@ class TrainConfig:
     patience: int | None = None  # evaluations without a better validation accuracy before stopping; null: never
     precision: str = "auto"  # of forward and backward passes; auto is bf16 or fp16 on a CUDA GPU, else fp32: auto | fp32 | bf16 | fp16
     compile: bool = False  # torch.compile: a slower start, then faster steps on a GPU
+    chunk: int | None = None  # images at once in a step of centralised training; null: as many as fit
     eval_batch_size: int = 256  # images at once in evaluation, for features and for scores
     test: bool = True  # false: the test set is not read, for searches
 
@@ -231,6 +232,7 @@ CHECKS: list[Check] = [
     ("federated.algorithm", *_one_of("fedavg", "fedprox", "scaffold", "fednova")),
     ("federated.engine", *_one_of("auto", "sequential", "cohort")),
     ("federated.chunk", lambda v: v is None or v >= 1, ">= 1 or null"),
+    ("train.chunk", lambda v: v is None or v >= 1, ">= 1 or null"),
     ("federated.mu", lambda v: 0 <= v < float("inf"), ">= 0"),
     ("federated.eval_every", lambda v: v >= 1, ">= 1"),
     ("federated.target_accuracy", lambda v: v is None or 0 < v <= 1, "0 < target_accuracy <= 1 or null"),

@@ -15,6 +15,7 @@ from fedlens.runs.store import MODEL_FILE, START_FILE
 LATER: list[tuple[str, str, Any]] = [  # keys that came after runs were kept, and the value at which they change nothing
     ("mask", "without", []),
     ("federated", "idle", []),
+    ("train", "chunk", None),
     ("server", "norm_bound", None),
     ("server", "alphas", []),
     ("server", "alpha_samples", 1000),

@@ -7,6 +7,7 @@ would have seen: resuming is exact by construction. The test set is read once, a
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
         best = {"score": bench.evaluate(bench.val)[1] if len(bench.val) else None, "step": 0}
         save(best["score"])
     last_save, order, draws = time.monotonic(), None, None
+    chunk = min(cfg.train.chunk or cfg.optim.batch_size, cfg.optim.batch_size)
     with progress_bar(cfg.experiment, total, step, cfg.run.progress) as bar:
         while step < total and not _patience_over(stale, cfg.train.patience):
             epoch, within = divmod(step, steps_per_epoch)
@@ -92,20 +94,26 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            # --- one step of SGD
+            # --- one step of SGD; should the device's memory run out, its gradient is taken in halves of what was tried
             model.train()
             images, labels = training_batch(bench, bench.train, order[within], draws[within])
-            with bench.precision.autocast():
-                logits = forward(images, keep=dropout_mask(bench, len(labels), epoch, 0, within))
-                loss = F.cross_entropy(logits.float(), labels, label_smoothing=cfg.train.label_smoothing)
+            keep = dropout_mask(bench, len(labels), epoch, 0, within)
             optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(scaler.scale(loss))
+            try:
+                loss = backward(bench, forward, scaler, images, labels, keep, chunk)
+            except torch.OutOfMemoryError:
+                if chunk == 1:
+                    raise
+                log.warning("out of memory with %d images at once, going on with %d", chunk, (chunk + 1) // 2)
+                chunk = (chunk + 1) // 2
+                torch.cuda.empty_cache()
+                continue
             if cfg.optim.clip_norm is not None:
                 scaler.unscale_(optimizer)
                 clip_gradients(model, optimizer, cfg.optim.clip_norm)
             scaler.step(optimizer)
             scaler.update()
-            loss_sum += loss.detach()
+            loss_sum += loss
             step += 1
             bar.advance()
 
@@ -165,6 +173,28 @@ def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
     trackers.finish(summary)
     log.info("%s (best epoch %d, %.0f s)", said(tested), summary["best_epoch"], elapsed)
     return summary
+
+
+def backward(
+    bench: Bench,
+    forward: Callable[..., Tensor],
+    scaler: torch.amp.GradScaler,
+    images: Tensor,
+    labels: Tensor,
+    keep: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """Adds the gradient of a batch's mean loss, `chunk` images at a time, each part by its share of the batch; returns the loss."""
+    total = torch.zeros((), device=bench.device)
+    for at in range(0, len(labels), chunk):
+        part = slice(at, at + chunk)
+        with bench.precision.autocast():
+            logits = forward(images[part], keep=None if keep is None else keep[part])
+            loss = F.cross_entropy(logits.float(), labels[part], label_smoothing=bench.config.train.label_smoothing)
+        loss = loss * (len(labels[part]) / len(labels))
+        torch.autograd.backward(scaler.scale(loss))
+        total += loss.detach()
+    return total
 
 
 def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.optim.Optimizer:
