@@ -426,6 +426,7 @@ def test_what_is_kept_makes_the_same_tables_without_weights_and_can_go_on(
     assert f"{out / 's'}: 2 runs kept\n" == capsys.readouterr().out
     files = {p.name for p in out.rglob("*") if p.is_file()}
     assert files == {"study.json", "config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json"}
+    assert not any(str(tmp_path) in p.read_text() for p in out.rglob("*") if p.is_file())  # it may be published
     on = small_study(plan_path, out / "s", seeds=2)
     assert {p.seed for p in on.missing()} == {1}
     small_study(plan_path, whole, seeds=2).run()

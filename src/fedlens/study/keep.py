@@ -1,6 +1,7 @@
 """`fedlens keep STUDY --out RESULTS`: what a report needs of studies and searches, without weights, so that it can be published or go into a repository.
 
-Kept are the configuration, environment, metrics, shards and summary of every finished run, the analyses, and study.json: a few kilobytes a run.
+Kept are the configuration (without places on this machine), environment, metrics, shards and summary of every finished run, the analyses, and study.json:
+a few kilobytes a run.
 A folder that was kept is a study's folder itself: `fedlens report` reads it, and `fedlens study --out` runs what it lacks. Keeping again,
 perhaps what another machine ran, adds to what is there: cell by cell, so that parts with other tables, cells or seeds are one study in the end.
 """
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from fedlens.errors import UserError
 from fedlens.runs.store import disk_errors, is_finished, write_atomic
-from fedlens.study.results import SEARCH_FILE, STUDY_FILE, but_for_the_seed, read_search, read_study
+from fedlens.study.results import SEARCH_FILE, STUDY_FILE, but_for_the_seed, read_config, read_search, read_study
 
 Told = dict[str, Any]  # what study.json says, or a part of it
 FILES = (
@@ -104,7 +107,8 @@ def _runs(told: Told, folder: Path, out: Path) -> Kept:
         elif is_finished(folder / "runs" / name):
             for file in FILES:
                 if (folder / "runs" / name / file).is_file():  # shards are of federated runs alone
-                    _write(out / "runs" / name / file, (folder / "runs" / name / file).read_bytes())
+                    content = published(folder / "runs" / name) if file == "config.yaml" else (folder / "runs" / name / file).read_bytes()
+                    _write(out / "runs" / name / file, content)
             kept.added.append(name)
         elif name not in told.get("unfit", {}):
             kept.unfinished += 1
@@ -191,6 +195,18 @@ def _how_far(tuned: Told, part: Told, out: Path) -> tuple[bool, bool, int]:
     names = [name for cell in cells if cell["label"] in tuned["label"].split("; ") for name in cell["runs"].values()]
     decided = tuned["value"] is not None
     return any(is_finished(out / "runs" / name) for name in names), decided, 0 if decided else len(tuned["tried"])
+
+
+def published(run: Path) -> bytes:
+    """A run's configuration; what it says of places on this machine, by which no run is known, is not for others to read."""
+    config = read_config(run)
+    data, model, own = (config.get(section) or {} for section in ("data", "model", "run"))
+    changed = False
+    for section, key, name in ((data, "root", None), (model, "weights", Path(str(model.get("weights"))).name), (own, "dir", None)):
+        where = section.get(key)
+        if isinstance(where, str) and Path(where).expanduser().is_absolute() and not (section is data and data.get("name") == "folder"):
+            section[key], changed = name, True
+    return OmegaConf.to_yaml(OmegaConf.create(config)).encode() if changed else (run / "config.yaml").read_bytes()
 
 
 def runs_of(told: Told) -> Iterator[str]:
