@@ -1088,6 +1088,6 @@ def test_a_sites_options(tmp_path: Path) -> None:
     assert command[command.index("--superlink") + 1] == "g:2"
     assert "--insecure" not in command and command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "key")
     config = command[command.index("--node-config") + 1]
-    assert config == "partition-id=1 num-partitions=3 own-data=true overrides=\"'data.root=/my data'\""
+    assert config == "partition-id=1 num-partitions=3 own-data=true overrides=\"%27data.root=/my data%27\""
     with pytest.raises(UserError, match="the rest is the server's to say"):
         launch.client_options(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])
