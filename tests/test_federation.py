@@ -32,10 +32,11 @@ import fedlens as fl
 from fedlens.composing import compose, to_config, to_yaml
 from fedlens.engine.flower import node, worker
 from fedlens.engine.flower import wire as on_the_wire
-from fedlens.engine.flower.federation import Federation
+from fedlens.engine.flower.federation import Federation, sound_sum
 from fedlens.engine.flower.node import OPERATIONS, Place, _without_paths, answer, backbone_digest, forget, local_config, mean_update
 from fedlens.engine.flower.programs import SitesOnly
 from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
+from fedlens.engine.work import Update
 from fedlens.errors import UserError
 from fedlens.identity import identity
 from fedlens.lens.bitmap import pack_bits, unpack_bits
@@ -629,6 +630,38 @@ def test_what_goes_wrong_at_a_site_is_told_without_names_of_its_files(root: str,
     assert told.endswith("…: not a readable image") and not any(word in told for word in ("Jane", "Doe", "x/a", "hiv", "HIV"))
 
 
+def test_a_site_that_reads_slowly_keeps_what_it_has_read_for_the_next_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[float] = []
+    monkeypatch.setattr(node, "forget", lambda: forgotten.append(worker.SLOW))
+    monkeypatch.setattr(worker, "do", lambda *_: Parcel({}))
+    monkeypatch.setattr(worker, "_late", -worker.STALE)
+    for slow in (20.0, -1.0, -1.0, 20.0, 20.0):  # seconds that count as slow: none of these greetings takes so long, or each does
+        monkeypatch.setattr(worker, "SLOW", slow)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            worker.send(ours, {"operation": "hello", "facts": {}, "place": asdict(Place(0, 1))}, b"", {})
+            assert worker._served(theirs)
+    assert forgotten == [20.0, -1.0, 20.0]  # not after the two that were slow
+
+
+def test_a_finished_run_of_what_is_no_longer_allowed_can_be_read(tmp_path: Path) -> None:
+    sent = compose([*BASE, "federated.algorithm=scaffold", "optim.momentum=0"])
+    sent.privacy.clip = 1.0
+    (tmp_path / "config.yaml").write_text(to_yaml(sent))
+    assert fl.load_run(tmp_path).config.privacy.clip == 1.0
+    with pytest.raises(UserError, match="scaffold's control variates"):
+        fl.load_run(tmp_path).resume()
+
+
+def test_rounding_of_a_large_site_that_dropped_out_is_no_nonsense() -> None:
+    def checked(largest: float, samples: list[int]) -> Update:
+        return sound_sum(Update(-1, 2, 1, torch.full((5,), largest), torch.tensor(1.0)), 5, 0.1, samples, 0)
+
+    assert checked(0.100119, [5000, 1, 1]) and checked(0.10009, [10, 10, 10])
+    with pytest.raises(UserError, match="a site sent nonsense"):
+        checked(0.100119, [10, 10, 10])
+
+
 def test_an_update_that_is_not_finite_is_not_cut_to_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "deltas": torch.tensor([[float("inf"), -float("inf"), 0.01]]),
@@ -1088,6 +1121,6 @@ def test_a_sites_options(tmp_path: Path) -> None:
     assert command[command.index("--superlink") + 1] == "g:2"
     assert "--insecure" not in command and command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "key")
     config = command[command.index("--node-config") + 1]
-    assert config == "partition-id=1 num-partitions=3 own-data=true overrides=\"%27data.root=/my data%27\""
+    assert config == 'partition-id=1 num-partitions=3 own-data=true overrides="%27data.root=/my data%27"'
     with pytest.raises(UserError, match="the rest is the server's to say"):
         launch.client_options(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])

@@ -1,5 +1,6 @@
 """Image folders, decoded once into a file of raw bytes and memory-mapped from there: a set larger than memory streams from disk."""
 
+import functools
 import hashlib
 import io
 import json
@@ -8,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -135,7 +135,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(pixels / 257).astype(np.uint8))
 
 
-@cache
+@functools.cache
 def _tell_of_dark_images() -> None:
     """Once: a truly dark image cannot be told from one of 12 bits in 16."""
     log.warning(

@@ -200,13 +200,13 @@ def _how_far(tuned: Told, part: Told, out: Path) -> tuple[bool, bool, int]:
 def published(run: Path) -> bytes:
     """A run's configuration; what it says of places on this machine, by which no run is known, is not for others to read."""
     config = read_config(run)
-    data, model, own = (config.get(section) or {} for section in ("data", "model", "run"))
-    changed = False
-    for section, key, name in ((data, "root", None), (model, "weights", Path(str(model.get("weights"))).name), (own, "dir", None)):
-        where = section.get(key)
-        if isinstance(where, str) and Path(where).expanduser().is_absolute() and not (section is data and data.get("name") == "folder"):
-            section[key], changed = name, True
-    return OmegaConf.to_yaml(OmegaConf.create(config)).encode() if changed else (run / "config.yaml").read_bytes()
+    for section, key in (("data", "root"), ("model", "weights"), ("run", "dir")):
+        told = config.get(section) or {}
+        if (
+            Path(str(told.get(key))).expanduser().is_absolute() and told.get("name") != "folder"
+        ):  # a folder of images is known by where it is
+            told[key] = Path(told[key]).name if key == "weights" else None
+    return OmegaConf.to_yaml(OmegaConf.create(config)).encode()
 
 
 def runs_of(told: Told) -> Iterator[str]:

@@ -41,14 +41,8 @@ from fedlens.study.search_space import spelled
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
-DECIDED = {
-    "seed",
-    "train.test",
-    "train.epochs",
-    "federated.rounds",
-    "federated.eval_every",
-    "federated.client_vectors",
-}  # of short runs, by what they are
+# of a short run, by its being one: not for `set` of `tune` to say
+DECIDED = {"seed", "train.test", "train.epochs", "federated.rounds", "federated.eval_every", "federated.client_vectors"}
 TUNE_KEYS = {"key", "by", "length", "tries", "like", "set"}
 SPECIAL_KEYS = {"case", "place", "set"}
 
@@ -297,7 +291,8 @@ def _tunes(
         return []
     _known(given, TUNE_KEYS, where)
     key, by, length, tries = str(given.get("key", "optim.lr")), given.get("by", 3), given.get("length", 0.2), given.get("tries", 7)
-    if key in {text.partition("=")[0] for text in last}:  # said on the command line: not to be chosen
+    fixed = {text.partition("=")[0] for text in last}  # said on the command line: not to be chosen, and not otherwise in short runs
+    if key in fixed:
         return []
     if key not in known_keys():
         raise unknown(where, key, known_keys())
@@ -307,7 +302,6 @@ def _tunes(
         raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
     if not (isinstance(tries, int) and tries >= 3):
         raise bad_value(f"{where}: tries", tries, "a whole number >= 3")
-    fixed = {text.partition("=")[0] for text in last}  # said on the command line: holds for the short runs, too
     of_trials = [text for text in _texts(given.get("set"), f"set in {where}") if text.partition("=")[0] not in fixed]
     if decided := [text for text in of_trials if text.partition("=")[0] in {key, *DECIDED}]:
         raise bad_value(f"{where}: set", decided[0], f"any key but {key}, which is tuned, and {', '.join(sorted(DECIDED))}")
@@ -318,9 +312,9 @@ def _tunes(
             continue
         if not isinstance(own := _get(config, key), float) or own <= 0:
             raise bad_value(f"{where}: {key} of {cell.label}", own, "a number > 0 to begin with")
-        if with_values(config, of_trials).data.val_fraction == 0:
-            raise UserError(f"study: {where} chooses on a validation set, but data.val_fraction of {cell.label} is 0")
         short = _seeded(with_values(config, of_trials), seed)
+        if short.data.val_fraction == 0:
+            raise UserError(f"study: {where} chooses on a validation set, but data.val_fraction of {cell.label} is 0")
         short.train.test = False
         short.federated.rounds = max(1, round(length * config.federated.rounds))
         short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule

@@ -6,7 +6,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedlens.composing import compose
 from fedlens.engine.flower.client import client_app
+from fedlens.engine.flower.exchange import exchange
 from fedlens.engine.flower.federation import Federation
 from fedlens.engine.flower.programs import TIED
 from fedlens.engine.flower.records import from_record, to_record
@@ -27,7 +28,6 @@ from fedlens.runs.store import take_lock
 from fedlens.training.execute import execute
 from fedlens.training.site import Traffic
 
-POLL = 0.5  # seconds between looks for answers
 PATIENCE = 60.0  # seconds for a predecessor to end
 log = logging.getLogger("fedlens")
 
@@ -41,11 +41,9 @@ class GridCourier:
         if keys is not None and not files:
             raise UserError(f"federate server: {keys} has no key of a site (K.pub), so nobody could be known")
         self.numbers = {_canonical(file.read_bytes()): int(file.stem) for file in files}
-        told = keys / "count" if keys is not None else None  # of a folder made before there was one, the last key says it
-        known = int(told.read_text()) if told is not None and told.is_file() else 0
-        self.count = max(
-            known, max(self.numbers.values(), default=-1) + 1
-        )  # sites: a key that is taken away leaves the others' clients as they are
+        # sites: a key that is taken away leaves the others' clients as they are; of a folder made before there was a count, the last key says it
+        told = int((keys / "count").read_text()) if keys is not None and (keys / "count").is_file() else 0
+        self.count = max([told, *(k + 1 for k in self.numbers.values())])
         self._known: dict[int, int] = {}  # node -> the K of its key
 
     def sites(self) -> Collection[int]:
@@ -66,30 +64,8 @@ class GridCourier:
         sites = sorted(parcels)
         kind = "query" if operation == "hello" else "train"
         messages = [Message(to_record(parcels[site]), dst_node_id=site, message_type=f"{kind}.{operation}", ttl=deadline) for site in sites]
-        until = time.monotonic() + deadline
-        sent = {message_id: site for message_id, site in zip(self.grid.push_messages(messages), sites, strict=True) if message_id}
-        found: dict[int, Parcel | Failure] = {}
-        waiting = set(sent)
-        while waiting and time.monotonic() < until:
-            for asked, reply in self._pull(sorted(waiting)):
-                waiting.discard(asked)
-                found[sent[asked]] = reply
-            if waiting:
-                time.sleep(POLL)
-        return found
-
-    def _pull(self, waiting: Sequence[str]) -> Iterator[tuple[str, Parcel | Failure]]:
-        """(message that was answered, answer): an error's source is not the site that it is about. One by one: of replies that are fetched together, one
-        that cannot be received would take the others with it."""
-        for message_id in waiting:
-            try:
-                replies = list(self.grid.pull_messages([message_id]))
-            except Exception as error:  # whatever a site can make Flower stumble over
-                yield message_id, Failure.of(f"its reply cannot be received ({type(error).__name__}: {error})")
-                continue
-            for reply in replies:
-                if reply.metadata.reply_to_message_id == message_id:
-                    yield message_id, _read(reply)
+        replies = exchange(self.grid, messages, deadline)
+        return {site: reply if isinstance(reply, Failure) else _read(reply) for site, reply in replies}
 
     def secure_mean(self, parcels: Mapping[int, Parcel], round_: int, traffic: Traffic, **options: Any) -> tuple[Update | None, set[int]]:
         grid = Counted(self.grid)
@@ -132,7 +108,7 @@ def serve(grid: Grid, context: Context) -> None:
         config = compose(shlex.split(from_setting(given.get("overrides", ""))))
         config.run.if_exists, config.run.progress = "resume", False
         config.run.checkpoint_minutes = 0.0  # rounds are dear here: each is kept
-        config.run.dir = config.run.dir or from_setting(given.get("run-dir") or Path.cwd() / "run")
+        config.run.dir = config.run.dir or from_setting(given.get("run-dir", "")) or str(Path.cwd() / "run")
         _wait_for_lock(Path(config.run.dir))
         keys = Path(from_setting(given["keys"])) if given.get("keys") else None
         run = execute(config, clients=lambda bench: Federation(bench, GridCourier(grid, context, keys)))

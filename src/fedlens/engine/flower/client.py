@@ -6,6 +6,7 @@ torch is not imported here, nor what imports it: this process lives for one mess
 import logging
 import shlex
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
@@ -64,15 +65,23 @@ def place_of(context: Context) -> Place:
     return Place(number, of, bool(known.get("own-data", False)), tuple(shlex.split(from_setting(known.get("overrides", "")))))
 
 
+@contextmanager
+def _details_stay_here(operation: str) -> Iterator[None]:
+    """Of what nobody expected Flower would send the text, paths and all."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("%s failed", operation)
+        raise RuntimeError(f"{type(error).__name__}; the site's log has more") from None
+
+
 def _answering(operation: str) -> Callable[[Message, Context], Message]:
     def reply(message: Message, context: Context) -> Message:
-        try:
-            found = ask(operation, from_record(message.content), place_of(context), Memory(context.state))
-        except (Refused, UserError) as error:
-            found = Parcel({"error": first_line(error)})
-        except Exception as error:  # Flower would send its text, paths and all; a worker has logged it already
-            log.exception("%s failed", operation)
-            raise RuntimeError(f"{type(error).__name__}; the site's log has more") from None
+        with _details_stay_here(operation):
+            try:
+                found = ask(operation, from_record(message.content), place_of(context), Memory(context.state))
+            except (Refused, UserError) as error:
+                found = Parcel({"error": first_line(error)})
         return Message(to_record(found), reply_to=message)
 
     return reply
@@ -87,11 +96,8 @@ def train_in_secret(message: Message, context: Context) -> Message:
     """One mean by samples. What goes wrong is raised: to the others the site has then dropped out."""
     asked = compat.recorddict_to_fitins(message.content, keep_input=True)
     (blob,) = asked.parameters.tensors
-    try:
+    with _details_stay_here(MEAN):
         reply = ask(MEAN, Parcel.read(asked.config.get("facts"), bytes(blob)), place_of(context), Memory(context.state))
-    except Exception as error:
-        log.exception("the mean failed")
-        raise RuntimeError(f"{type(error).__name__}; the site's log has more") from None
     if not reply.tensors:
         raise Refused(str(reply.facts["error"]))
     told = reply.facts

@@ -357,22 +357,12 @@ class Federation:
                 found, gone = self.courier.secure_mean(parcels, round_, self.traffic, size=question.size, samples=samples, **options)
                 failed |= gone
                 if found is not None:
-                    # each site's rounding is up to a step of 2⁻²² of the range times the largest site's samples
-                    coarse = 4 * len(samples) * max(samples.values()) / (2**22 * sum(sorted(samples.values())[:2]))
-                    return self._sound_sum(found, question.size, (1.001 + coarse) * privacy.range, round_)
+                    return sound_sum(found, question.size, privacy.range, samples.values(), round_)
             log.warning("round %d: no sum from %d sites (attempt %d of %d)", round_ + 1, len(homes), attempt, ATTEMPTS)
         raise UserError(
             f"round {round_ + 1}: secure aggregation needs two sites or more and deploy.min_fraction={self.config.min_fraction:g} of the clients asked; "
             "the rounds before are kept, the same command goes on from there"
         )
-
-    def _sound_sum(self, found: Update, size: int, bound: float, round_: int) -> Update:
-        """What nobody could look at one by one is at least a mean of vectors within the range."""
-        if len(found.delta) != size or not bool(found.delta.isfinite().all()) or float(found.delta.abs().max()) > bound:
-            raise UserError(
-                f"round {round_ + 1}: the sum is not one of updates within privacy.range; a site sent nonsense, and nobody can tell which"
-            )
-        return found
 
     def fishers(self, clients: Sequence[int], theta: Tensor) -> Tensor:
         found = self._collect("fisher", clients, self._question({"fishers": (torch.float32, (len(theta),))}, theta), "Fisher merging")
@@ -455,3 +445,14 @@ def _listed(clients: Sequence[int]) -> str:
 
 
 __all__ = ["Courier", "Federation"]
+
+
+def sound_sum(found: Update, size: int, bound: float, samples: Collection[int], round_: int) -> Update:
+    """What nobody could look at one by one is at least a mean of vectors within the range. `samples`: of the sites that were asked; each site's
+    rounding is up to a step of 2⁻²² of the range times the samples of the largest, and those who answered may be the two smallest."""
+    coarse = 4 * len(samples) * max(samples) / (2**22 * sum(sorted(samples)[:2]))
+    if len(found.delta) != size or not bool(found.delta.isfinite().all()) or float(found.delta.abs().max()) > (1.001 + coarse) * bound:
+        raise UserError(
+            f"round {round_ + 1}: the sum is not one of updates within privacy.range; a site sent nonsense, and nobody can tell which"
+        )
+    return found

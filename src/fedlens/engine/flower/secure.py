@@ -8,8 +8,7 @@ This is the server's half; a site's is `mean_update` in node.py, and both stretc
 
 import io
 import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,12 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
 from fedlens.engine.flower import stretching  # noqa: F401 - the masks of both halves
+from fedlens.engine.flower.exchange import exchange
 from fedlens.engine.flower.wire import Parcel
 from fedlens.engine.work import Update
 
 FORM = "safetensors"
 LONGEST = 4096  # bytes of an encrypted share (612) or of a share (324)
-POLL = 0.5  # seconds between looks for answers
 CURVE = "secp384r1"  # of the protocol's keys
 WORST = 1e6  # a loss above it is nonsense, and must not spoil the mean of the others
 log = logging.getLogger("fedlens")
@@ -80,31 +79,14 @@ class Counted:
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
         self.down += sum(content_size(message) for message in sent)
-        found = list(self._exchange(sent, timeout))
+        assert timeout is not None  # `secure_mean` gives every stage its deadline
+        replies = [reply for _, reply in exchange(self.grid, sent, timeout)]
         asked = {message.metadata.dst_node_id: message.content.config_records[RECORD_KEY_CONFIGS] for message in sent}
-        good = [message for message in found if not message.has_error() and self._in_form(message, asked)]
+        good = [reply for reply in replies if isinstance(reply, Message) and not reply.has_error() and self._in_form(reply, asked)]
         self.up += sum(content_size(message) for message in good)
         if not self.failed:  # in later stages others fail because of those
             self.failed = set(asked) - {message.metadata.src_node_id for message in good}
         return good
-
-    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> Iterator[Message]:
-        """One by one, as GridCourier does: of replies that are fetched together, one that cannot be received would take the others with it."""
-        waiting = {message_id for message_id in self.grid.push_messages(messages) if message_id}
-        until = time.monotonic() + (timeout or 0.0)
-        while waiting and (timeout is None or time.monotonic() < until):
-            for message_id in sorted(waiting):
-                try:
-                    replies = list(self.grid.pull_messages([message_id]))
-                except Exception as error:  # whatever a site can make Flower stumble over
-                    log.warning("secure aggregation: a reply cannot be received (%s)", type(error).__name__)
-                    waiting.discard(message_id)
-                    continue
-                if replies:
-                    waiting.discard(message_id)
-                    yield from replies
-            if waiting:
-                time.sleep(POLL)
 
     def _in_form(self, message: Message, asked: Mapping[int, Any]) -> bool:
         """Whether an answer is what its stage asks for: with another Flower would stumble, and nobody could say over whom."""

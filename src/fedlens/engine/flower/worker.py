@@ -129,6 +129,7 @@ def serve(listener: socket.socket) -> None:
 
 def _served(connection: socket.socket) -> bool:
     """Whether this process is fit for another message after this one."""
+    global _late
     try:
         told, tensors, given = receive(connection)
         operation, asked = str(told["operation"]), Parcel(told["facts"], tensors)
@@ -136,7 +137,6 @@ def _served(connection: socket.socket) -> bool:
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("a message did not come to its end: %s", first_line(error))
         return True
-    global _late
     if operation == "hello" and time.monotonic() - _late > STALE:
         from fedlens.engine.flower.node import forget
 
