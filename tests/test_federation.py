@@ -653,6 +653,22 @@ def test_a_finished_run_of_what_is_no_longer_allowed_can_be_read(tmp_path: Path)
         fl.load_run(tmp_path).resume()
 
 
+def test_a_sum_beyond_the_range_ends_the_run_and_is_not_asked_for_again(tmp_path: Path) -> None:
+    """A second sum of the round, of other sites, would differ from the first by their updates."""
+    asked: list[Mapping[int, int]] = []
+
+    class Secret(Wire):
+        def secure_mean(
+            self, parcels: Mapping[int, Parcel], *_: Any, size: int, samples: Mapping[int, int], **__: Any
+        ) -> tuple[Update, set[int]]:
+            asked.append(samples)
+            return Update(-1, sum(samples.values()), 1, torch.full((size,), 0.2), torch.tensor(1.0), len(parcels)), set()
+
+    with pytest.raises(UserError, match="round 1: the sum is not one of updates within privacy.range"):
+        federate(tmp_path / "r", Secret(), "privacy.secure_aggregation=true", "federated.participation=1")
+    assert len(asked) == 1 and sum(asked[0].values()) == len(set_up(compose(BASE)).train)
+
+
 def test_rounding_of_a_large_site_that_dropped_out_is_no_nonsense() -> None:
     def checked(largest: float, samples: list[int]) -> Update:
         return sound_sum(Update(-1, 2, 1, torch.full((5,), largest), torch.tensor(1.0)), 5, 0.1, samples, 0)

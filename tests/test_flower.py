@@ -636,8 +636,8 @@ def test_a_reply_that_cannot_be_received_leaves_out_its_site_alone() -> None:
     assert sites.mean()[1] == {104}
 
 
-def test_a_sum_with_a_part_that_is_no_update_ends_the_run_and_is_not_asked_for_again() -> None:
-    """Who sent it is what nobody can know; with a second sum of the round, of other sites, the two would show a difference."""
+def test_a_sum_with_a_part_that_is_no_update_is_seen_to_be_none() -> None:
+    """Who sent it is what nobody can know."""
     import numpy as np
 
     from fedlens.engine.flower.federation import sound_sum
