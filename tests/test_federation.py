@@ -664,7 +664,7 @@ def test_a_sum_beyond_the_range_ends_the_run_and_is_not_asked_for_again(tmp_path
             asked.append(samples)
             return Update(-1, sum(samples.values()), 1, torch.full((size,), 0.2), torch.tensor(1.0), len(parcels)), set()
 
-    with pytest.raises(UserError, match="round 1: the sum is not one of updates within privacy.range"):
+    with pytest.raises(UserError, match=r"round 1: the sum is not one of updates within privacy\.range"):
         federate(tmp_path / "r", Secret(), "privacy.secure_aggregation=true", "federated.participation=1")
     assert len(asked) == 1 and sum(asked[0].values()) == len(set_up(compose(BASE)).train)
 
