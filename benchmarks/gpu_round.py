@@ -19,17 +19,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from fedlens.composing import compose
 from fedlens.engine.cohort import Cohort
+from fedlens.engine.local_work import plan_round
+from fedlens.engine.sampling import sample_cohort
 from fedlens.engine.sequential import Sequential
-from fedlens.engine.work import plan_round, sample_cohort
 from fedlens.lens.diagnostics import RoundSums
-from fedlens.lens.masks import build_mask
+from fedlens.lens.mask_rules import build_mask
 from fedlens.lens.space import ParamSpace
+from fedlens.overrides import compose
 from fedlens.training.algorithms import FedAvg
+from fedlens.training.bench import Bench, set_up
 from fedlens.training.federated import make_shards
-from fedlens.training.setup import Bench, set_up
-from fedlens.training.sparse import masked_space
+from fedlens.training.head_and_mask import masked_space
 
 FORWARD_FLOPS = 9.2e9  # an image through ViT-S/16 at 224 px: 12 blocks of 24·N·D² + 4·N²·D, N = 197, D = 384, and the patches
 Round = Callable[[int], int]  # a round's number -> images trained on

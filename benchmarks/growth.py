@@ -17,16 +17,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedlens.composing import compose
 from fedlens.data.partition import partition
-from fedlens.engine.choose import choose_engine
-from fedlens.engine.work import plan_round, sample_cohort
+from fedlens.engine.choice import choose_engine
+from fedlens.engine.local_work import plan_round
+from fedlens.engine.sampling import sample_cohort
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.space import ParamSpace
 from fedlens.models import SHAPES
 from fedlens.models.vit import ViT, ViTShape
+from fedlens.overrides import compose
 from fedlens.training.algorithms import FedAvg
-from fedlens.training.setup import Bench, set_up
+from fedlens.training.bench import Bench, set_up
 
 TILES = 40  # 5,400 training images x 40: two samples a client at K = 100,000
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import fedlens as fl
-import fedlens.training.setup as setup
+import fedlens.training.bench as setup
 from fedlens.errors import UserError
-from fedlens.lens.masks import STRATEGIES
+from fedlens.lens.mask_rules import STRATEGIES
 
 SETTINGS = {
     "nc1": ["experiment=fedavg_noniid", "data.classes_per_client=1", "federated.local_steps=16"],

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from fedlens.lens.masks import select
+from fedlens.lens.mask_rules import select
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--device", default="cpu")

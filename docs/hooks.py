@@ -19,16 +19,17 @@ from omegaconf import OmegaConf
 
 import fedlens
 from fedlens import cli, config
-from fedlens.composing import choices
 from fedlens.data import SOURCES
 from fedlens.data.partition import SCHEMES
-from fedlens.lens.masks import STRATEGIES
+from fedlens.lens.mask_rules import STRATEGIES
 from fedlens.lens.merging import RULES, options_of
 from fedlens.lens.sensitivity import LABELS, SCORES
 from fedlens.models import SHAPES
 from fedlens.optim.schedules import SCHEDULES
 from fedlens.optim.server import SERVER
-from fedlens.study import analyses, plans, search_space
+from fedlens.overrides import choices
+from fedlens.study import analyses, search_space
+from fedlens.study import plan as plans
 from fedlens.training.algorithms import ALGORITHMS
 
 CONF = Path(config.__file__).parent / "conf"

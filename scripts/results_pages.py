@@ -12,12 +12,12 @@ from pathlib import Path
 
 import matplotlib
 
+from fedlens.report.drawing import STYLE
+from fedlens.report.figures import along_figure, dots_figure, forgotten_figure, length_figure
+from fedlens.report.latex_across import rate_of
+from fedlens.report.markdown import LENGTH, beside, escaped, layout, measured_table, rows_text, shown, with_sd
+from fedlens.report.over_seeds import over_seeds
 from fedlens.study.figures import as_svg
-from fedlens.study.report.drawing import STYLE
-from fedlens.study.report.figures import along_figure, dots_figure, forgotten_figure, length_figure
-from fedlens.study.report.latex_across import rate_of
-from fedlens.study.report.markdown import LENGTH, beside, escaped, layout, measured_table, rows_text, shown, with_sd
-from fedlens.study.report.over_seeds import over_seeds
 from fedlens.study.results import CellResult, StudyResult, TableResult, gather
 
 ROOT = Path(__file__).resolve().parents[1]

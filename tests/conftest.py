@@ -63,7 +63,7 @@ def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fast_run(tmp_path: Path) -> Callable[..., "object"]:
     """fast_run("name", overrides…) -> a finished run of the embedded default under tmp_path."""
-    from fedlens.training.execute import run
+    from fedlens.training.run import run
 
     def go(name: str, *overrides: str) -> object:
         return run([*FAST, f"run.dir={tmp_path / name}", *overrides])

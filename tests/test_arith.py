@@ -18,7 +18,7 @@ from fedlens.study import arith
 from fedlens.study.arith import Lab, default_alphas, interpolate_runs, load_vector, sweep_run
 from fedlens.study.forget import LADDER, climb, forget_client
 from fedlens.study.interference import interference_of_runs
-from fedlens.training.execute import Run
+from fedlens.training.run import Run
 
 FEDERATION = [
     *FAST,

@@ -5,10 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
-from fedlens.data.batches import Augment, Draws, ImageBank, Pipeline, batch_indices, randaugment, resize_matrix, shift_and_flip
 from fedlens.data.dataset import Split
+from fedlens.engine.sampling import batch_indices
 from fedlens.optim.schedules import SCHEDULES, schedule_factor
 from fedlens.seeding import torch_rng
+from fedlens.tasks.image import Augment, Draws, ImageBank, Pipeline, randaugment, resize_matrix, shift_and_flip
 
 
 def test_a_pass_visits_every_sample_once_before_it_wraps_round() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
-OPTIONAL = ("fedlens.engine.flower",)  # needs the environment of its extra
+OPTIONAL = ("fedlens.deploy",)  # needs the environment of its extra
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

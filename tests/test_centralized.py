@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from conftest import EMBEDDED, FAST
 
 from fedlens.cli import main
-from fedlens.composing import compose
-from fedlens.data.batches import batch_indices
+from fedlens.engine.sampling import batch_indices
 from fedlens.errors import UserError
 from fedlens.models import create_model
 from fedlens.optim.schedules import schedule_factor
+from fedlens.overrides import compose
 from fedlens.seeding import torch_rng
-from fedlens.training.setup import set_up
+from fedlens.training.bench import set_up
 
 
 def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> None:

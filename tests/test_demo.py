@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedlens as fl
-from fedlens.composing import compose
-from fedlens.lens.masks import STRATEGIES, Mask
-from fedlens.study import chapters
-from fedlens.study import demo as module
+from fedlens.demo import chapters
+from fedlens.demo import demo as module
+from fedlens.demo.page import Page
+from fedlens.demo.story import standing
+from fedlens.lens.mask_rules import STRATEGIES, Mask
+from fedlens.overrides import compose
 from fedlens.study.figures import mask_figure
-from fedlens.study.page import Page
-from fedlens.study.story import standing
 
 CHAPTERS = ("1. Data", "2. The centralised", "3. FedAvg", "4. Moving a tenth", "5. Task arithmetic", "6. Interference", "Run it yourself")
 FIGURES = 1 + 1 + 4 + 2 + 2 + 4  # by chapter; drawings beside one another count each

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fedlens.cli import parser
-from fedlens.composing import choices, compose, normalise
 from fedlens.data import SOURCES
+from fedlens.overrides import choices, compose, normalise
 from fedlens.study.analyses import wanted
-from fedlens.study.plans import read_plan
+from fedlens.study.plan import read_plan
 
 pytest.importorskip("mkdocs", reason="needs fedlens[docs]")
 
@@ -92,7 +92,7 @@ def test_no_page_asks_another_host_for_anything(site: Path) -> None:
 
 def test_the_reference_names_what_the_code_has(site: Path) -> None:
     from fedlens.config import known_keys
-    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.mask_rules import STRATEGIES
     from fedlens.lens.merging import RULES
 
     keys = (site / "reference/configuration.html").read_text()
@@ -139,7 +139,7 @@ def test_the_reference_says_what_every_key_means(site: Path) -> None:
 
 
 def test_the_help_of_run_names_what_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.mask_rules import STRATEGIES
     from fedlens.lens.merging import RULES
     from fedlens.training.algorithms import ALGORITHMS
 
@@ -202,7 +202,7 @@ def test_python_in_the_documentation_compiles(page: Path) -> None:
 
 @pytest.mark.parametrize("name", EXECUTED)
 def test_python_in_the_documentation_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.mask_rules import STRATEGIES
     from fedlens.lens.merging import RULES
 
     known = set(STRATEGIES), set(RULES)
@@ -227,7 +227,7 @@ def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
 
 
 def test_the_plan_for_a_rule_of_one_s_own_knows_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.lens.masks import STRATEGIES
+    from fedlens.lens.mask_rules import STRATEGIES
 
     page = ROOT / "docs" / "howto" / "own-rule.md"
     (text,) = fences(page, "yaml")

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedlens import download as module
-from fedlens.download import download, extract_tar
+from fedlens.data import download as module
+from fedlens.data.download import download, extract_tar
 from fedlens.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)

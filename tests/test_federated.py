@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from test_runs import finished, killed_and_resumed, same, without_time
 
 import fedlens as fl
-from fedlens.composing import compose
 from fedlens.config import ServerConfig
 from fedlens.data.partition import partition
 from fedlens.engine import sequential
 from fedlens.engine.cohort import Cohort
+from fedlens.engine.local_work import Update, Work, plan_round
 from fedlens.engine.ranks import Ranks
+from fedlens.engine.sampling import local_steps, sample_cohort, survives
 from fedlens.engine.sequential import Sequential
-from fedlens.engine.work import Update, Work, local_steps, plan_round, sample_cohort, survives
 from fedlens.errors import UserError
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.geometry import cosines, sign_conflict
@@ -38,9 +38,10 @@ from fedlens.lens.space import ParamSpace
 from fedlens.models import create_model
 from fedlens.optim.server import SERVER, server_step
 from fedlens.optim.sgd import LocalRule, effective_steps, sgd_step
+from fedlens.overrides import compose
 from fedlens.training import federated
-from fedlens.training.setup import Bench, set_up
-from fedlens.training.site import Site
+from fedlens.training.bench import Bench, set_up
+from fedlens.training.clients import Site
 
 SMALL = [
     *FAST,
@@ -662,7 +663,7 @@ def test_killed_twenty_times_scaffold_with_server_momentum_ends_with_the_same_bi
 
 
 def test_nothing_but_the_test_figures_depends_on_the_test_labels(fed_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.training import setup
+    from fedlens.training import bench as setup
 
     honest, real = fed_run("honest"), setup.load_dataset
 

@@ -29,21 +29,21 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 import fedlens as fl
-from fedlens.composing import compose, to_config, to_yaml
-from fedlens.engine.flower import node, worker
-from fedlens.engine.flower import wire as on_the_wire
-from fedlens.engine.flower.federation import Federation, sound_sum
-from fedlens.engine.flower.node import OPERATIONS, Place, _without_paths, answer, backbone_digest, forget, local_config, mean_update
-from fedlens.engine.flower.programs import SitesOnly
-from fedlens.engine.flower.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
-from fedlens.engine.work import Update
+from fedlens.deploy import node, worker
+from fedlens.deploy import wire as on_the_wire
+from fedlens.deploy.federation import Federation, sound_sum
+from fedlens.deploy.node import OPERATIONS, Place, _without_paths, answer, backbone_digest, forget, local_config, mean_update
+from fedlens.deploy.programs import SitesOnly
+from fedlens.deploy.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
+from fedlens.engine.local_work import Update
 from fedlens.errors import UserError
-from fedlens.identity import identity
-from fedlens.lens.bitmap import pack_bits, unpack_bits
+from fedlens.lens.mask import pack_bits, unpack_bits
+from fedlens.overrides import compose, to_config, to_yaml
 from fedlens.runs import store
-from fedlens.training.execute import Run, execute
+from fedlens.runs.identity import identity
+from fedlens.training.bench import set_up
 from fedlens.training.privacy import gaussian
-from fedlens.training.setup import set_up
+from fedlens.training.run import Run, execute
 
 BASE = [
     *FAST,
@@ -1029,7 +1029,7 @@ def test_what_is_remembered_goes_to_the_worker_and_comes_back(monkeypatch: pytes
 
 
 def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
-    script = "import os, time; from fedlens.engine.flower import worker\nwith worker.kept(): print(os.environ[worker.SITE], flush=True); time.sleep(600)"
+    script = "import os, time; from fedlens.deploy import worker\nwith worker.kept(): print(os.environ[worker.SITE], flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         where = Path(parent.stdout.readline().strip())
@@ -1042,7 +1042,7 @@ def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
 
 
 def test_the_process_beside_flowers_supernode_does_without_torch() -> None:
-    script = "import sys, fedlens.engine.flower.programs; sys.exit('torch' in sys.modules)"
+    script = "import sys, fedlens.deploy.programs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -1130,7 +1130,7 @@ def test_commands_refuse_in_one_line(
 
 
 def test_a_sites_options(tmp_path: Path) -> None:
-    from fedlens.engine.flower import launch
+    from fedlens.deploy import launch
 
     (tmp_path / "site.json").write_text(json.dumps({"address": "h:1", "number": 1, "of": 3}))
     command = launch.client_options(tmp_path, own_data=True, address="g:2", overrides=["data.root=/my data"])

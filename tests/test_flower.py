@@ -27,10 +27,10 @@ import torch
 pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 
 import fedlens as fl
-from fedlens.engine.flower.keys import make_site_key
-from fedlens.engine.flower.launch import client_options, environment, free_port, init
+from fedlens.deploy.keys import make_site_key
+from fedlens.deploy.launch import client_options, environment, free_port, init
 from fedlens.errors import UserError
-from fedlens.training.execute import Run
+from fedlens.training.run import Run
 
 ROOT = Path(__file__).parents[1]
 HERE = ["data=fashion_mini", "device=cpu", "run.progress=false"]
@@ -219,12 +219,12 @@ def test_all_messages_of_a_site_are_answered_by_one_process(deployed: dict[str, 
 
 
 def test_the_process_that_flower_starts_for_a_message_does_without_torch() -> None:
-    script = "import sys, fedlens.engine.flower.client; sys.exit('torch' in sys.modules)"
+    script = "import sys, fedlens.deploy.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_federations_made_before_find_their_client_app() -> None:
-    from fedlens.engine.flower import apps, client
+    from fedlens.deploy import apps, client
 
     assert apps.client_app is client.client_app
 
@@ -284,9 +284,9 @@ def test_a_server_killed_between_rounds_ends_with_the_parameters_of_a_run_that_w
 
 EVIL = '''
 """A site that does as its node's configuration says."""
-from fedlens.engine.flower import client
-from fedlens.engine.flower.client import client_app as app
-from fedlens.engine.flower.wire import Parcel
+from fedlens.deploy import client
+from fedlens.deploy.client import client_app as app
+from fedlens.deploy.wire import Parcel
 from safetensors.torch import load
 
 honest, place_of, evil = client.ask, client.place_of, {}
@@ -323,7 +323,7 @@ def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
         for k, kind in enumerate(kinds):
             command = client_options(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
             command[command.index("--node-config") + 1] += f' evil="{kind}"' if kind else ""
-            own = [sys.executable, "-m", "fedlens.engine.flower.programs", "supernode", *command]
+            own = [sys.executable, "-m", "fedlens.deploy.programs", "supernode", *command]
             d.start(f"site{k}", own, env=environment(d.folder / "sites" / str(k) / "flwr"), stdin=subprocess.PIPE)
         d.server()
         run = d.finished()
@@ -413,7 +413,7 @@ def _address() -> str:
 
 @pytest.mark.skipif(_address().startswith("127."), reason="this machine has no address but loopback")
 def test_from_another_address_only_what_sites_need_is_answered(tmp_path: Path) -> None:
-    from fedlens.engine.flower.launch import superlink
+    from fedlens.deploy.launch import superlink
 
     folder = tmp_path / "f"
     init(folder, sites=1, address=f"{_address()}:{free_port()}", overrides=SMALL)
@@ -484,7 +484,7 @@ def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path)
 
 def test_a_round_that_is_done_again_with_other_answers_has_another_noise() -> None:
     """Under the same noise two models of one round would tell the difference of their sums, bare."""
-    from fedlens.composing import compose
+    from fedlens.overrides import compose
     from fedlens.training.privacy import Privacy
 
     private = Privacy(compose([*SMALL, "privacy.clip=1", "privacy.noise=2"]), 7)
@@ -535,8 +535,8 @@ class SecretSites:
         from flwr.app import Context, RecordDict
         from flwr.supercore.task_identity import TaskIdentity
 
-        from fedlens.engine.flower.secure import Counted, secure_mean
-        from fedlens.engine.flower.wire import Parcel
+        from fedlens.deploy.secure import Counted, secure_mean
+        from fedlens.deploy.wire import Parcel
 
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         made = [Context(run_id=1, node_id=k, node_config={}, state=RecordDict(), run_config={}, series_id=1) for k in (1, *self.ids)]
@@ -640,7 +640,7 @@ def test_a_sum_with_a_part_that_is_no_update_is_seen_to_be_none() -> None:
     """Who sent it is what nobody can know."""
     import numpy as np
 
-    from fedlens.engine.flower.federation import sound_sum
+    from fedlens.deploy.federation import sound_sum
 
     def other(stage: str, record: Any, content: Any) -> None:
         if stage == "collect_masked_vectors":
@@ -675,7 +675,7 @@ def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    from fedlens.engine.flower.apps import GridCourier
+    from fedlens.deploy.apps import GridCourier
 
     keys = [ec.generate_private_key(ec.SECP384R1()).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for _ in range(3)]
     for k, key in enumerate(keys):
@@ -726,10 +726,10 @@ def test_any_folder_can_be_named(tmp_path: Path, name: str) -> None:
 
     from flwr.common.config import parse_config_args
 
-    from fedlens.composing import compose, to_yaml
-    from fedlens.engine.flower.client import place_of
-    from fedlens.engine.flower.launch import app_config
-    from fedlens.engine.flower.node import local_config
+    from fedlens.deploy.client import place_of
+    from fedlens.deploy.launch import app_config
+    from fedlens.deploy.node import local_config
+    from fedlens.overrides import compose, to_yaml
 
     folder = tmp_path / name
     init(folder, sites=1, address="127.0.0.1:9092", overrides=["experiment=fedavg_iid", "federated.clients=3", f"data.root={folder}"])
@@ -747,7 +747,7 @@ def test_any_folder_can_be_named(tmp_path: Path, name: str) -> None:
 def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
     from types import SimpleNamespace as Some
 
-    from fedlens.engine.flower.programs import replies_only
+    from fedlens.deploy.programs import replies_only
 
     push = replies_only(lambda request, state: "taken")
     for source, answers, taken in ((7, "m1", True), (1, "m1", False), (8, "m1", False), (7, "", False)):
@@ -763,8 +763,8 @@ def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
 def test_a_reply_that_cannot_be_received_takes_no_other_with_it() -> None:
     from flwr.app import Context, Message, RecordDict
 
-    from fedlens.engine.flower.apps import GridCourier, to_record
-    from fedlens.engine.flower.wire import Parcel
+    from fedlens.deploy.apps import GridCourier, to_record
+    from fedlens.deploy.wire import Parcel
 
     class Grid:
         """As SuperLink does it: what is fetched counts as delivered, whatever becomes of it."""

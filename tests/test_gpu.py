@@ -8,13 +8,13 @@ import pytest
 import torch
 from conftest import EMBEDDED
 
-from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import load_dataset
-from fedlens.lens.masks import STRATEGIES, calibrate_mask, select
+from fedlens.lens.mask_rules import STRATEGIES, calibrate_mask, select
 from fedlens.lens.merging import RULES
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.models import create_model
 from fedlens.seeding import torch_rng
+from fedlens.tasks.image import Augment, ImageBank, Pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler warns about itself
 CUDA = torch.device("cuda")
@@ -55,7 +55,7 @@ def test_every_precision_trains(fast_run: Callable[..., Any], options: list[str]
 
 
 def test_a_gpu_run_resumes_with_its_loss_scale(fast_run: Callable[..., Any]) -> None:
-    from fedlens.training.execute import load_run
+    from fedlens.training.run import load_run
 
     options = ["device=cuda", "train.precision=fp16", "train.epochs=3", "run.keep_last=3"]
     whole, torn = fast_run("whole", *options), fast_run("torn", *options)

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedlens.data.batches import Pipeline
 from fedlens.data.dataset import load_dataset
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
 from fedlens.models import create_model
 from fedlens.models.heads import choose_ridge, ridge_head, ridge_statistics
+from fedlens.tasks.image import Pipeline
 
 
 def task(samples: int = 300, dim: int = 12, classes: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

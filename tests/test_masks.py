@@ -13,7 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError
-from fedlens.lens.masks import STRATEGIES, Mask, Request, build_mask, calibrate, calibrate_mask, eligible, keep_schedule, select, softened
+from fedlens.lens.mask_rules import (
+    STRATEGIES,
+    Mask,
+    Request,
+    build_mask,
+    calibrate,
+    calibrate_mask,
+    eligible,
+    keep_schedule,
+    select,
+    softened,
+)
 from fedlens.lens.sensitivity import _hash, _hash_key, sensitivity
 from fedlens.models import create_model
 from fedlens.models.vit import ViT

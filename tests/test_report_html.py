@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlens.study.report.html import html_report
-from fedlens.study.report.markdown import shown
+from fedlens.report.html import html_report
+from fedlens.report.markdown import shown
 from fedlens.study.results import CellResult, Gathered, RunResult, StudyResult, TableResult, gather
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

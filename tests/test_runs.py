@@ -20,13 +20,14 @@ from safetensors import SafetensorError
 
 import fedlens as fl
 from fedlens.cli import main
-from fedlens.composing import compose
 from fedlens.errors import UserError
+from fedlens.overrides import compose
 from fedlens.runs import store
 from fedlens.runs.environment import commit, commit_of
 from fedlens.runs.store import RunFolder, is_finished, read_metrics, read_model, read_summary
 from fedlens.runs.trackers import TRACKERS
-from fedlens.training import centralized, execute
+from fedlens.training import centralized
+from fedlens.training import run as execute
 
 
 def folder(path: Path, **kw: int) -> RunFolder:
@@ -294,9 +295,9 @@ def test_log_lines_are_timestamp_level_message(fast_run: Callable[..., Any]) -> 
 
 
 def test_the_saved_configuration_reproduces_the_run(fast_run: Callable[..., Any], tmp_path: Path) -> None:
-    from fedlens.composing import from_file
-    from fedlens.identity import identity
-    from fedlens.training.execute import execute
+    from fedlens.overrides import from_file
+    from fedlens.runs.identity import identity
+    from fedlens.training.run import execute
 
     first = fast_run("first", "seed=5", "optim.lr=0.003", "train.epochs=1")
     config = from_file(first.path / "config.yaml", [f"run.dir={tmp_path / 'second'}"])
@@ -306,7 +307,7 @@ def test_the_saved_configuration_reproduces_the_run(fast_run: Callable[..., Any]
 
 
 def test_weights_that_a_run_wrote_are_known_by_what_they_hold_and_others_by_their_name(tmp_path: Path) -> None:
-    from fedlens.identity import identity
+    from fedlens.runs.identity import identity
 
     def known(place: str, name: str, content: bytes) -> str:
         (tmp_path / place).mkdir(exist_ok=True)
@@ -338,7 +339,7 @@ def test_a_run_is_known_by_the_weights_that_it_began_with(fast_run: Callable[...
 
 
 def test_a_run_that_is_pinned_to_fewer_cores_takes_no_more_threads_than_those(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.training.execute import _cores
+    from fedlens.training.run import _cores
 
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
@@ -356,7 +357,7 @@ def without_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["fedlens.cli", "fedlens.training.execute", "torch"])
+SERVER.set_forkserver_preload(["fedlens.cli", "fedlens.training.run", "torch"])
 
 
 def _command(argv: list[str]) -> None:
@@ -476,7 +477,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_one_line(
 
 
 def test_nothing_but_the_test_figures_depends_on_the_test_labels(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.training import setup
+    from fedlens.training import bench as setup
 
     honest = fast_run("honest")
     real = setup.load_dataset

@@ -20,18 +20,18 @@ from typing import Any
 import pytest
 from conftest import FAST
 
-from fedlens.composing import choices, compose
+from fedlens.cli.search import register
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError
+from fedlens.overrides import choices, compose
 from fedlens.study import search as search_module
 from fedlens.study import search_space
 from fedlens.study.processes import Worker, locked
 from fedlens.study.results import gather, read_search
 from fedlens.study.search import Search
-from fedlens.study.search_cli import register
 from fedlens.study.search_space import Space, as_overrides, read_space
-from fedlens.training import setup
-from fedlens.training.execute import run
+from fedlens.training import bench as setup
+from fedlens.training.run import run
 
 pytest.importorskip("optuna")
 
@@ -370,7 +370,7 @@ def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_p
     args = commands.choices["search"].parse_args(
         ["fedavg_iid", "device=cpu", "federated.rounds=2", "federated.participation=0.1", "--trials", "3", "--out", str(tmp_path / "s")]
     )
-    from fedlens.study.search_cli import search_command
+    from fedlens.cli.search import search_command
 
     assert search_command(args) == 0
     out = capsys.readouterr().out

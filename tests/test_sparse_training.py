@@ -10,16 +10,17 @@ import torch
 from conftest import FAST
 
 import fedlens as fl
-from fedlens.composing import compose
 from fedlens.data.partition import partition
 from fedlens.errors import UserError
-from fedlens.identity import identity
-from fedlens.lens.bitmap import KINDS
-from fedlens.lens.masks import STRATEGIES
+from fedlens.lens.mask import KINDS
+from fedlens.lens.mask_rules import STRATEGIES
 from fedlens.lens.merging import RULES
-from fedlens.training import shared, sparse
-from fedlens.training.setup import Bench, set_up
-from fedlens.training.sparse import Scorer
+from fedlens.overrides import compose
+from fedlens.runs import cache as shared
+from fedlens.runs.identity import identity
+from fedlens.training import head_and_mask as sparse
+from fedlens.training.bench import Bench, set_up
+from fedlens.training.head_and_mask import Scorer
 
 CENTRAL = [*FAST, "experiment=centralized_sparse", "mask.samples=12", "mask.rounds=2", "optim.lr=0.05"]
 FEDERATED = [

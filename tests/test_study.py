@@ -22,24 +22,24 @@ from conftest import FAST
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
-from fedlens.composing import choices, compose, to_yaml
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError
-from fedlens.identity import identity
+from fedlens.overrides import choices, compose, to_yaml
+from fedlens.report.html import html_report
+from fedlens.report.markdown import csv_rows, forget_text, markdown_report
+from fedlens.report.over_seeds import numbers_of
+from fedlens.runs import cache as shared
+from fedlens.runs.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study import runner
 from fedlens.study.analyses import wanted
-from fedlens.study.keep import merged
-from fedlens.study.plans import Planned, plan_file, read_plan
+from fedlens.study.archive import merged
+from fedlens.study.plan import Planned, plan_file, read_plan
 from fedlens.study.processes import Worker, environment_of, locked
-from fedlens.study.report.html import html_report
-from fedlens.study.report.markdown import csv_rows, forget_text, markdown_report
-from fedlens.study.report.over_seeds import numbers_of
 from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
-from fedlens.study.tuning import FAILED, Climb, climbs, settled
-from fedlens.training import shared
-from fedlens.training.execute import execute
+from fedlens.study.tune import FAILED, Climb, climbs, settled
+from fedlens.training.run import execute
 
 QUICK = [
     *FAST,
@@ -996,7 +996,7 @@ def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monke
     assert [environment_of(place, 3)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [environment_of(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == ["0", "1"]
-    script = "import time; from fedlens.tied import end_with_parent; end_with_parent(); time.sleep(60)"
+    script = "import time; from fedlens.deploy.tied import end_with_parent; end_with_parent(); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()

@@ -105,10 +105,11 @@ class Clock:
 
 def run(job: dict[str, Any]) -> None:
     """Write the folder, in a process of its own so that the one that measures memory never holds torch."""
-    from fedlens.data.batches import Augment
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import partition
-    from fedlens.engine.work import plan_round, sample_cohort
+    from fedlens.engine.local_work import plan_round
+    from fedlens.engine.sampling import sample_cohort
+    from fedlens.tasks.image import Augment
 
     folder = Path(job["work"])
     name, classes, size = MODELS[job["model"]]

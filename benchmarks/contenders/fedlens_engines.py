@@ -6,15 +6,16 @@ import torch
 
 from contenders.common import BATCH, LR, MOMENTUM, PARTICIPATION, SEED, STEPS, Clock, Work
 from fedlens.config import Config
-from fedlens.data.batches import Augment, ImageBank, Pipeline
 from fedlens.data.dataset import Split
-from fedlens.engine.choose import choose_engine
+from fedlens.engine.choice import choose_engine
+from fedlens.engine.local_work import plan_round
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import plan_round, sample_cohort
+from fedlens.engine.sampling import sample_cohort
 from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.server import server_step
 from fedlens.precision import Precision
+from fedlens.tasks.image import Augment, ImageBank, Pipeline
 from fedlens.training.algorithms import ALGORITHMS
 
 

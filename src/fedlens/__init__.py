@@ -14,15 +14,15 @@ _HOME = {  # public name -> where it lives
     "create_model": "fedlens.models",
     "SparseSGDM": "fedlens.optim.sparse_sgdm",
     "sensitivity": "fedlens.lens.sensitivity",
-    "calibrate_mask": "fedlens.lens.masks",
-    "Mask": "fedlens.lens.masks",
+    "calibrate_mask": "fedlens.lens.mask_rules",
+    "Mask": "fedlens.lens.mask_rules",
     "TaskVector": "fedlens.lens.task_vectors",
     "merge": "fedlens.lens.merging",
     "ridge_statistics": "fedlens.models.heads",
     "ridge_head": "fedlens.models.heads",
-    "run": "fedlens.training.execute",
-    "load_run": "fedlens.training.execute",
-    "Run": "fedlens.training.execute",
+    "run": "fedlens.training.run",
+    "load_run": "fedlens.training.run",
+    "Run": "fedlens.training.run",
 }
 __all__ = [
     "Mask",
@@ -44,14 +44,14 @@ __all__ = [
 if TYPE_CHECKING:
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import partition
-    from fedlens.lens.masks import Mask, calibrate_mask
+    from fedlens.lens.mask_rules import Mask, calibrate_mask
     from fedlens.lens.merging import merge
     from fedlens.lens.sensitivity import sensitivity
     from fedlens.lens.task_vectors import TaskVector
     from fedlens.models import create_model
     from fedlens.models.heads import ridge_head, ridge_statistics
     from fedlens.optim.sparse_sgdm import SparseSGDM
-    from fedlens.training.execute import Run, load_run, run
+    from fedlens.training.run import Run, load_run, run
 
 
 def __getattr__(name: str) -> Any:

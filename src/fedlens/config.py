@@ -1,4 +1,4 @@
-"""The typed configuration: its schema and its validation. Every key is declared here; composing.py makes one from YAML and overrides."""
+"""The typed configuration: its schema and its validation. Every key is declared here; overrides.py makes one from YAML and overrides."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.errors import UserError, bad_value
-from fedlens.lens.bitmap import KINDS
-from fedlens.lens.masks import STRATEGIES
+from fedlens.lens.mask import KINDS
+from fedlens.lens.mask_rules import STRATEGIES
 from fedlens.lens.merging import RULES
 from fedlens.optim.schedules import SCHEDULES
 
@@ -126,7 +126,7 @@ class MaskConfig:
     score: str = "log_prob"  # what a sensitivity is the squared gradient of: log_prob | logit
     samples: int | None = None  # images to score on, in all or of each client; null: all
     path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
-    without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/bitmap.py)
+    without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/mask.py)
     like: str | None = None  # of random_layerwise: the mask whose densities it takes; null: least_sensitive's
 
 
@@ -143,7 +143,7 @@ class PrivacyConfig:
 
 @dataclass
 class DeployConfig:
-    """Clients on other machines (engine/flower). Nothing here changes what is computed."""
+    """Clients on other machines (deploy). Nothing here changes what is computed."""
 
     wait: float = 300.0  # seconds for all clients to show up at the start
     deadline: float = 600.0  # seconds for an answer

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedlens.data.dataset import Raw, Split, check_labels, map_file, source
+from fedlens.data.download import download as fetch
+from fedlens.data.download import extract_tar
 from fedlens.data.pickles import read_pickle
-from fedlens.download import download as fetch
-from fedlens.download import extract_tar
 from fedlens.errors import UserError
 
 PIXELS = 3 * 32 * 32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedlens.data.dataset import Raw, Split, check_labels, source
-from fedlens.download import download as fetch
+from fedlens.data.download import download as fetch
 from fedlens.errors import UserError, first_line
 
 URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

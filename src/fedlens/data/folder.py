@@ -21,7 +21,7 @@ from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
 from fedlens.data.dataset import Raw, Split, channel_statistics, default_root, map_file, source
-from fedlens.download import disk_error, log, progress_bar
+from fedlens.data.download import disk_error, log, progress_bar
 from fedlens.errors import UserError, first_line
 
 SIZE = 256  # px: what a 224 px crop is usually taken from

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlens.data.batches import ImageBank, Pipeline, transform
-from fedlens.engine.work import Offsets, Update, Work
+from fedlens.engine.local_work import Offsets, Update, Work
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule, sgd_step
 from fedlens.precision import Precision
+from fedlens.tasks.image import ImageBank, Pipeline, transform
 
 log = logging.getLogger("fedlens")
 CPU_NUMBERS = 2**26  # of one [clients, P] matrix on a CPU, of which a step holds a handful: 256 MB each

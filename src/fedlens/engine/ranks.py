@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedlens.engine.work import Update, Work
+from fedlens.engine.local_work import Update, Work
 from fedlens.lens.diagnostics import RoundSums
 
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from fedlens.data.batches import ImageBank, Pipeline
-from fedlens.engine.work import Offsets, Update, Work
+from fedlens.engine.local_work import Offsets, Update, Work
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
 from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.precision import Precision
+from fedlens.tasks.image import ImageBank, Pipeline
 
 EARLY = 1 << 24  # bytes of parameters from which a step in the backward pass pays
 

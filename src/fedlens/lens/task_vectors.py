@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
-from fedlens.lens.bitmap import pack_bits, unpack_bits
+from fedlens.lens.mask import pack_bits, unpack_bits
 from fedlens.lens.space import ParamSpace
 
 FORMAT = "fedlens.task_vector.v1"

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedlens.download import download
+from fedlens.data.download import download
 from fedlens.errors import UserError, first_line
 from fedlens.models.vit import ViT, resize_positions
 

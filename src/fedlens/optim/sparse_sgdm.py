@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fedlens.errors import UserError, bad_value
-from fedlens.lens.bitmap import PAUSED
+from fedlens.lens.mask import PAUSED
 
 # An active entry costs 12 bytes by index (int64 + float32), any entry 5 densely (float32 + mask): 3 bytes an entry against 5 here.
 COMPACT_BELOW = 0.25

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlens.errors import Elsewhere, UserError, first_line
-from fedlens.lens.masks import Mask
+from fedlens.lens.mask_rules import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
 

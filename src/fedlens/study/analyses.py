@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlens.engine.work import survives, training_cohort
+from fedlens.engine.sampling import survives, training_cohort
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.lens.editing import alphas
 from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
 from fedlens.study.interference import interference_of_clients, interference_of_runs, mask_overlap
-from fedlens.study.plans import Plan, Planned
-from fedlens.training.execute import Run
+from fedlens.study.plan import Plan, Planned
+from fedlens.training.run import Run
 
 
 def _sweep(runs: Sequence[Run], **options: Any) -> dict[str, Any]:

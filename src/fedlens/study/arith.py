@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlens.data.batches import ImageBank
 from fedlens.data.dataset import Split
 from fedlens.errors import UserError
 from fedlens.lens.editing import SweepPoint, alphas, best, interpolate
@@ -20,9 +19,10 @@ from fedlens.lens.merging import merge
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.runs.progress import progress_bar
-from fedlens.training.execute import Run, load_run
-from fedlens.training.setup import set_up
-from fedlens.training.sparse import Scorer, evenly
+from fedlens.tasks.image import ImageBank
+from fedlens.training.bench import set_up
+from fedlens.training.head_and_mask import Scorer, evenly
+from fedlens.training.run import Run, load_run
 
 Source = str | Path
 Alphas = str | Sequence[float]

@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fedlens.lens.bitmap import Mask
+from fedlens.lens.mask import Mask
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LIGHT = ("#E69F00", "#56B4E9", "#F0E442", "#CC79A7")  # those of them that want black letters

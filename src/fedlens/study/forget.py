@@ -16,8 +16,8 @@ from fedlens.lens.editing import SweepPoint, alphas, negate
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.progress import progress_bar
 from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation
-from fedlens.training.execute import Run
 from fedlens.training.federated import make_shards
+from fedlens.training.run import Run
 
 # by quarters, then halves, then ones: how far is needed differs by an order between clients, and a sparse τ_k needs most
 LADDER = [q / 4 for q in chain(range(12), range(12, 40, 2), range(40, 164, 4))]

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlens.data.batches import ImageBank
 from fedlens.errors import UserError, bad_value
 from fedlens.lens.editing import alphas
 from fedlens.lens.geometry import cosines, disentanglement, drift_ratio, linearity_gap, sign_conflict
@@ -15,8 +14,9 @@ from fedlens.lens.task_vectors import TaskVector
 from fedlens.runs.progress import progress_bar
 from fedlens.study.arith import Alphas, Lab, check_same_task, check_validation
 from fedlens.study.forget import holdings
-from fedlens.training.execute import Run
-from fedlens.training.sparse import evenly
+from fedlens.tasks.image import ImageBank
+from fedlens.training.head_and_mask import evenly
+from fedlens.training.run import Run
 
 LINEAR_AT = (0.5, 1.0)  # α at which the model is compared with its linearisation
 

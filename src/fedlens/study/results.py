@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.errors import UserError, first_line
-from fedlens.identity import known_by
+from fedlens.runs.identity import known_by
 from fedlens.runs.store import read_environment, read_metrics, read_summary
-from fedlens.study.plans import labelled
+from fedlens.study.plan import labelled
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
 STUDY_FILE = "study.json"
@@ -175,7 +175,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Tuned:
-    """How a cell came to its value of one key: see study/tuning.py."""
+    """How a cell came to its value of one key: see study/tune.py."""
 
     table: str
     label: str

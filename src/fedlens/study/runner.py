@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedlens.composing import from_file, to_yaml
 from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
-from fedlens.identity import identity
+from fedlens.overrides import from_file, to_yaml
+from fedlens.runs.cache import CACHE
+from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_atomic, write_json
 from fedlens.study.analyses import wanted
-from fedlens.study.keep import runs_of
-from fedlens.study.plans import Cell, Plan, Planned, changed
+from fedlens.study.archive import runs_of
+from fedlens.study.plan import Cell, Plan, Planned, changed
 from fedlens.study.processes import Worker, Workers, locked, work
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
-from fedlens.study.tuning import FAILED, Climb, climbs, settled
-from fedlens.training.execute import execute
-from fedlens.training.shared import CACHE
+from fedlens.study.tune import FAILED, Climb, climbs, settled
+from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
 TUNING = "tuning: "  # begins what is said of cells whose search was stopped

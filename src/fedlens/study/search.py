@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlens.composing import from_file, to_yaml
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, first_line
-from fedlens.identity import identity
+from fedlens.overrides import from_file, to_yaml
+from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
 from fedlens.seeding import key as keyed
@@ -29,7 +29,7 @@ from fedlens.study.processes import Worker, Workers, locked, work
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
 from fedlens.study.runner import quiet
 from fedlens.study.search_space import Dimension, Space, as_overrides
-from fedlens.training.execute import execute
+from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
 DATABASE = "search.db"

@@ -25,9 +25,9 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.composing import choices, compose, normalise, to_config
 from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.overrides import choices, compose, normalise, to_config
 
 SPACE_KEYS = {"question", "where", "set", "space", "trials", "seed", "pruning"}
 FIXED = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlens.config import Config
-from fedlens.engine.work import Offsets, Update
+from fedlens.engine.local_work import Offsets, Update
 from fedlens.optim.sgd import LocalRule, effective_steps
 
 

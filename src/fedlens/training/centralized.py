@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedlens.config import Config
-from fedlens.data.batches import Draws, ImageBank, batch_indices
 from fedlens.engine.cohort import compiled_forward
+from fedlens.engine.sampling import batch_indices
 from fedlens.errors import UserError
-from fedlens.lens.masks import Mask
+from fedlens.lens.mask_rules import Mask
 from fedlens.optim.sparse_sgdm import SparseSGDM
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder, fitting
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
-from fedlens.training.setup import Bench, learning_rate, said
-from fedlens.training.sparse import make_mask, masked_space
+from fedlens.tasks.image import Draws, ImageBank
+from fedlens.training.bench import Bench, learning_rate, said
+from fedlens.training.head_and_mask import make_mask, masked_space
 
 log = logging.getLogger("fedlens")
 FINITE_CHECK = 50  # steps between looks at the loss: each look waits for the device

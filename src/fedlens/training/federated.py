@@ -18,27 +18,28 @@ from torch import Tensor
 
 from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
+from fedlens.engine.local_work import Update
 from fedlens.engine.ranks import Ranks
-from fedlens.engine.work import Update, cohort_size, survives, training_cohort
+from fedlens.engine.sampling import cohort_size, survives, training_cohort
 from fedlens.errors import UserError
-from fedlens.identity import origin_of
 from fedlens.lens.diagnostics import RoundSums
-from fedlens.lens.masks import Mask
+from fedlens.lens.mask_rules import Mask
 from fedlens.lens.merging import checked
 from fedlens.lens.merging import rule as merge_rule
 from fedlens.lens.norms import l2
 from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import choose_ridge
 from fedlens.optim.server import server_step
+from fedlens.runs.identity import origin_of
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import MASK_FILE, RunFolder, fitting, write_json
 from fedlens.runs.trackers import Trackers
 from fedlens.seeding import torch_rng
 from fedlens.training.algorithms import ALGORITHMS
+from fedlens.training.bench import Bench, learning_rate, said
+from fedlens.training.clients import Clients, Site
+from fedlens.training.head_and_mask import make_mask, masked_space
 from fedlens.training.privacy import Privacy
-from fedlens.training.setup import Bench, learning_rate, said
-from fedlens.training.site import Clients, Site
-from fedlens.training.sparse import make_mask, masked_space
 
 log = logging.getLogger("fedlens")
 

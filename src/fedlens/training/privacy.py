@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fedlens.config import Config
-from fedlens.engine.work import training_cohort
+from fedlens.engine.sampling import training_cohort
 from fedlens.errors import UserError
-from fedlens.training.shared import content_digest
+from fedlens.runs.cache import content_digest
 
 BLOCK = 2**20  # pairs of draws that are made at once
 

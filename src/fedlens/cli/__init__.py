@@ -1,0 +1,406 @@
+"""The command line. Each command is one function; what the user can mend is one line on stderr and exit status 2."""
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlens import __version__
+from fedlens.errors import UserError, first_line
+
+log = logging.getLogger("fedlens")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    from fedlens.overrides import compose, from_file
+    from fedlens.training.run import execute
+
+    for option, given in (("--config", args.config), ("--print-config", args.print_config)):
+        if args.multirun and given:
+            raise UserError(f"{option}: given with -m, allowed is without it: a sweep is composed from key=value alone")
+    if args.multirun:
+        return multirun(args.overrides)
+    config = from_file(Path(args.config), args.overrides) if args.config else compose(args.overrides)
+    if args.config and not any(o.startswith("run.dir=") for o in args.overrides):
+        config.run.dir = None  # a configuration from another run's folder makes a new run
+    if args.print_config:
+        from fedlens.overrides import to_yaml
+
+        print(to_yaml(config), end="")
+        return 0
+    print(execute(config).path)
+    return 0
+
+
+def multirun(overrides: Sequence[str]) -> int:
+    """A sweep through Hydra itself, so that its launchers (joblib, submitit) work: hydra/launcher=joblib."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+
+    from fedlens.overrides import normalise, to_config
+    from fedlens.training.run import execute
+
+    wanted = normalise(overrides)
+    check_types(wanted)
+    folder = next((o.partition("=")[2] for o in wanted if o.startswith("hydra.sweep.dir=")), time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
+    failed = Path(folder).absolute() / "failed.txt"  # a file: a launcher's jobs are processes of their own, maybe on other machines
+    failed.unlink(missing_ok=True)
+
+    @hydra.main(config_path="pkg://fedlens.conf", config_name="config", version_base="1.3")
+    def job(composed: DictConfig) -> None:
+        try:
+            print(execute(to_config(composed)).path)
+        except UserError as error:
+            with failed.open("a") as file:
+                file.write(f"{error}\n")
+            print(f"error: {error}", file=sys.stderr)
+
+    sys.argv = ["fedlens run", "-m", *(o for o in wanted if not o.startswith("hydra.sweep.dir=")), f"hydra.sweep.dir={folder}"]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what is wrong in its own way, and exits
+    try:
+        job()
+    except HydraException as error:
+        because = f" ({first_line(error.__cause__)})" if error.__cause__ else ""
+        raise UserError(f"override: {first_line(error)}{because}") from None
+    return 2 if failed.exists() else 0
+
+
+def check_types(overrides: Sequence[str]) -> None:
+    """Every value of a sweep fits the type of its key: said before there is a folder for it. What else is wrong with one, its run says."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from fedlens.config import Config
+    from fedlens.errors import unknown
+    from fedlens.overrides import GROUPS, choices
+
+    schema = OmegaConf.structured(Config)
+    for key, value in _values(overrides):
+        if key in GROUPS and value not in choices(key):
+            raise unknown(key, str(value), choices(key))
+        try:
+            if key not in GROUPS:
+                OmegaConf.update(schema, key, value)
+        except OmegaConfBaseException as error:
+            raise UserError(f"override: {key}: {first_line(error)}") from None
+
+
+def _values(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Each value that a sweep gives a key, one by one; not Hydra's own keys, nor what only Hydra can list (glob, interval)."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ValueType
+
+    parser = OverridesParser.create()
+    for override in parser.parse_overrides(list(overrides)):
+        key = str(override.key_or_group)
+        if key.startswith("hydra") or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            continue
+        if override.is_choice_sweep() or override.is_range_sweep():
+            yield from ((key, parser.parse_override(f"{key}={text}").value()) for text in override.sweep_string_iterator())
+        elif not override.is_sweep_override():
+            yield key, override.value()
+
+
+def resume_command(args: argparse.Namespace) -> int:
+    from fedlens.training.bench import said
+    from fedlens.training.run import load_run
+
+    run = load_run(args.run)
+    if run.finished:
+        print(f"{run.path} is finished: {said(run.summary)}")
+        return 0
+    print(run.resume().path)
+    return 0
+
+
+def demo_command(args: argparse.Namespace) -> int:
+    from fedlens.demo.demo import demo
+
+    page = demo(Path(args.out), args.seed)
+    print(f"open {page.resolve()}")
+    return 0
+
+
+def study_command(args: argparse.Namespace) -> int:
+    from fedlens.report.markdown import markdown_report
+    from fedlens.report.write import write_report
+    from fedlens.study.plan import read_plan
+    from fedlens.study.results import Gathered
+    from fedlens.study.runner import Study, study_folder
+
+    plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
+    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
+    if args.plan:
+        open_ = {cell: climb.tune.key for climb in study.climbs if climb.next for cell in climb.tune.cells}
+        for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
+            name = f"({open_[planned.cell]} to be tuned)" if planned.cell in open_ else planned.name
+            print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
+        return 0
+    found = Gathered([study.run()])
+    print(markdown_report(found))
+    if args.report:
+        print(f"written: {write_report(found, study.folder / 'report')}")
+    return 2 if study.failures else 0
+
+
+def report_command(args: argparse.Namespace) -> int:
+    from fedlens.report.write import write_report
+    from fedlens.study.results import gather
+
+    print(f"written: {write_report(gather(args.paths), Path(args.out), args.title)}")
+    return 0
+
+
+def keep_command(args: argparse.Namespace) -> int:
+    from fedlens.study.archive import keep
+
+    for kept in keep([Path(path) for path in args.paths], Path(args.out)):
+        print(kept.text())
+    return 0
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from fedlens.cli.doctor import examine
+
+    table = Table("", "found", "how to get it")
+    for row in examine(args.root):
+        table.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else 250).print(table)
+    return 0
+
+
+def data_prepare_command(args: argparse.Namespace) -> int:
+    from fedlens.data.dataset import load_dataset
+
+    data = load_dataset(args.name, args.root, download=True)
+    print(f"{data.name}: {len(data.train) + len(data.val):,} training and {len(data.test):,} test images, {data.num_classes} classes")
+    return 0
+
+
+def data_inspect_command(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedlens.data.dataset import load_dataset
+    from fedlens.data.partition import label_counts, partition, partition_stats
+    from fedlens.overrides import compose
+    from fedlens.study.figures import SHOWN_CLIENTS, partition_figure
+
+    config = compose(args.overrides)
+    c = config.data
+    data = load_dataset(c.name, c.root, val_fraction=c.val_fraction, seed=config.seed, download=c.download)
+    labels = data.train.labels
+    shards = partition(
+        labels, config.federated.clients, c.partition, classes_per_client=c.classes_per_client, alpha=c.alpha, seed=config.seed
+    )
+    out = Path(args.out if Path(args.out).suffix else f"{args.out}.png")
+    try:
+        partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
+    table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
+    for name, value in partition_stats(labels, shards).as_dict().items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    print(f"figure: {out}" + (f" (the first {SHOWN_CLIENTS} of {len(shards)} clients)" if len(shards) > SHOWN_CLIENTS else ""))
+    return 0
+
+
+CHOICES = "{choices}"  # in an epilog: choices_text()
+
+
+class _HelpWithChoices(argparse.RawDescriptionHelpFormatter):
+    """Fills in what can be chosen only when help is shown: the registries import torch."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(text.replace(CHOICES, choices_text()) if CHOICES in text else text, width, indent)
+
+
+def choices_text() -> str:
+    """The names that `fedlens run` takes, from the registries and the YAML files."""
+    from fedlens.config import choices
+    from fedlens.lens.mask_rules import STRATEGIES
+    from fedlens.lens.merging import RULES
+    from fedlens.training.algorithms import ALGORITHMS
+
+    named = {
+        "experiment=": choices("experiment"),
+        "data=": choices("data"),
+        "model=": choices("model"),
+        "mask.strategy=": STRATEGIES,
+        "server.merge=": RULES,
+        "federated.algorithm=": ALGORITHMS,
+    }
+    lines = [textwrap.fill(", ".join(names), 100, initial_indent=f"{key:22}", subsequent_indent=" " * 22) for key, names in named.items()]
+    return "\n".join(
+        ["what can be chosen:", *lines, "all keys and their values: fedlens run --print-config; what each means: fedlens/config.py"]
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="fedlens",
+        description="Federated fine-tuning of pretrained models under the lens of task arithmetic.",
+        epilog="example: fedlens demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fedlens {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(
+        where: "argparse._SubParsersAction[argparse.ArgumentParser]",
+        name: str,
+        call: Callable[[argparse.Namespace], int],
+        text: str,
+        example: str,
+    ) -> argparse.ArgumentParser:
+        new = where.add_parser(
+            name, help=text, description=text, epilog=f"example: {example}", formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        new.set_defaults(call=call)
+        return new
+
+    c = command(commands, "demo", demo_command, "The story in one HTML page, on embedded data, in minutes.", "fedlens demo --out demo")
+    c.add_argument("--out", default="demo", help="folder for the page and its runs (default: demo)")
+    c.add_argument("--seed", type=int, default=0)
+
+    c = command(
+        commands,
+        "run",
+        run_command,
+        "Run one experiment, or with -m a sweep.",
+        "fedlens run experiment=centralized model=dino_vits16 data=cifar100 optim.lr=1e-4 seed=3\n         fedlens run -m seed=0,1,2",
+    )
+    c.formatter_class, c.epilog = _HelpWithChoices, f"{c.epilog}\n\n{CHOICES}"
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides: what is not given has its default")
+    c.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
+    c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
+    c.add_argument("--print-config", action="store_true", help="print the composed configuration, all keys and values, and stop")
+
+    c = command(
+        commands, "resume", resume_command, "Go on with an interrupted run, on a CPU to the same bits.", "fedlens resume runs/centralized-…"
+    )
+    c.add_argument("run", help="the run's folder")
+
+    data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")
+    parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)
+    c = command(
+        parts,
+        "prepare",
+        data_prepare_command,
+        "Download a data set, or check one that is there.",
+        "fedlens data prepare cifar100 --root data",
+    )
+    c.add_argument("name", help="cifar100, cifar10, fashion_mnist, folder, hf:NAME")
+    c.add_argument("--root", help="where it is or goes (default: FEDLENS_DATA or ~/.cache/fedlens/data)")
+    c = command(
+        parts,
+        "inspect",
+        data_inspect_command,
+        "Statistics and a figure of a partition.",
+        "fedlens data inspect data=cifar100 data.partition=classes data.classes_per_client=5 federated.clients=100",
+    )
+    c.add_argument("overrides", nargs="*", metavar="key=value")
+    c.add_argument("--out", default="partition.png", help="the figure: .png, .pdf or .svg (default: partition.png)")
+
+    c = command(
+        commands,
+        "study",
+        study_command,
+        "Run a plan of many runs: what is finished is skipped, what was interrupted goes on.",
+        "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data",
+    )
+    c.add_argument(
+        "name",
+        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting, rates, full; or a YAML file",
+    )
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
+    c.add_argument("--seeds", type=int, help="how many (default: the plan's)")
+    c.add_argument("--jobs", type=int, default=1, help="runs at a time, in processes of their own; one a GPU where there are several")
+    c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
+    c.add_argument("--table", dest="tables", action="append", default=[], metavar="TABLE", help="run this table only; may be given again")
+    c.add_argument("--retry", action="store_true", help="try again what failed before")
+    c.add_argument(
+        "--replace", action="store_true", help="also where the folder has finished runs that the plan lacks: they stay, outside its tables"
+    )
+    c.add_argument("--plan", action="store_true", help="list the runs and stop")
+    c.add_argument("--no-report", dest="report", action="store_false", help="tables on the screen only")
+
+    c = command(
+        commands,
+        "report",
+        report_command,
+        "One HTML file, LaTeX tables and figures, a paper's skeleton, Markdown and CSV of any runs and studies.",
+        "fedlens report studies/quick-embedded --out report",
+    )
+    c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
+    c.add_argument("--out", default="report", help="the report's folder (default: report)")
+    c.add_argument("--title", help="of the HTML page")
+
+    c = command(
+        commands,
+        "keep",
+        keep_command,
+        "What a report needs of studies and searches, without weights: to publish, to commit, to bring home from another machine.",
+        "fedlens keep studies/strategies-cifar100 --out results",
+    )
+    c.add_argument("paths", nargs="+", metavar="PATH", help="study folders, search folders, or folders of them")
+    c.add_argument("--out", default="results", help="each goes to a folder of its name in this one (default: results)")
+
+    from fedlens.cli.arith import register as register_arith
+    from fedlens.cli.federate import register as register_federate
+    from fedlens.cli.search import register as register_search
+
+    register_arith(commands, command)
+    register_search(commands, command)
+    register_federate(commands, command)
+
+    c = command(commands, "doctor", doctor_command, "What is installed and found, and how to get the rest.", "fedlens doctor")
+    c.add_argument("--root", help="data root to look in")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif rest:
+        args.overrides += rest  # key=value after an option
+    if not log.handlers:
+        console = logging.StreamHandler()
+        console.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(console)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    try:
+        status: int = args.call(args)
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
+            raise
+        may = "a smaller optim.batch_size, train.eval_batch_size or model.image_size may help; what was saved before is intact"
+        print(f"error: device: its memory is full; {may} ({first_line(error)})", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        again = args.command in ("study", "search")
+        told = "the same command goes on with what is missing" if again else "an interrupted run goes on with: fedlens resume RUN"
+        print(f"stopped; {told}", file=sys.stderr)
+        return 130
