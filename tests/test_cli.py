@@ -68,7 +68,7 @@ def test_a_sweep_makes_one_run_a_value(tmp_path: Path) -> None:
 
 def test_a_sweep_with_an_unknown_key_is_refused_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-m", "sede=1,2"]) == 2
-    assert "did you mean 'seed'" in capsys.readouterr().err
+    assert "Did you mean 'seed'" in capsys.readouterr().err
 
 
 def test_a_sweep_may_have_any_value_that_a_run_may_have() -> None:

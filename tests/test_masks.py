@@ -235,11 +235,11 @@ def test_random_layerwise_without_values_has_its_share_of_qkv_in_queries_and_key
 
 
 def test_leaving_out_too_much_or_the_unknown_is_refused() -> None:
-    with pytest.raises(UserError, match="did you mean 'query'"):
+    with pytest.raises(UserError, match="Did you mean 'query'"):
         build_mask(tiny(), "random", 0.1, without=["querry"])
-    with pytest.raises(UserError, match=r"mask.density: 0.5 given, allowed is at most .* coordinates without mlp in, mlp out"):
+    with pytest.raises(UserError, match=r"mask.density must be at most .* coordinates without mlp in, mlp out, got 0.5"):
         build_mask(tiny(), "random", 0.5, without=["mlp in", "mlp out"])
-    with pytest.raises(UserError, match=r"mask.density: 0.1 given, allowed is at most"):
+    with pytest.raises(UserError, match=r"mask.density must be at most, got 0.1"):
         build_mask(tiny(), "qk_only", 0.1, without=["query"])
     with pytest.raises(UserError, match="nothing to choose from"):
         build_mask(tiny(), "qk_only", 0.1, without=["query", "key"])
@@ -334,7 +334,7 @@ def test_scores_and_weights_must_be_finite(bad: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "least_sensitve"}, "did you mean 'least_sensitive'"),
+        ({"strategy": "least_sensitve"}, "Did you mean 'least_sensitive'"),
         ({"density": 0.0}, "0 < density <= 1"),
         ({"density": 1.5}, "0 < density <= 1"),
         ({"density": float("nan")}, "0 < density <= 1"),

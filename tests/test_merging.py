@@ -298,7 +298,7 @@ def test_merge_refuses_what_does_not_fit() -> None:
     other = TaskVector(ParamSpace({"w": (2, 3)}), torch.ones(6))
     with pytest.raises(UserError, match="no task vectors"):
         merge([])
-    with pytest.raises(UserError, match=r"did you mean 'ties'"):
+    with pytest.raises(UserError, match=r"Did you mean 'ties'"):
         merge([a, b], "tie")
     with pytest.raises(UserError, match="'b'"):
         merge([a, other])

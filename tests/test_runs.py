@@ -109,7 +109,7 @@ def test_a_damaged_line_of_metrics_is_named_and_what_follows_it_is_not_lost(tmp_
         file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
         before = file.read_bytes()
         for reading in (lambda: read_metrics(run.path), lambda: run.rewind_metrics(3)):
-            with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* given, allowed is a record with its step") as error:
+            with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 must be a record with its step, got .*") as error:
                 reading()
             assert "\n" not in str(error.value)
         assert file.read_bytes() == before

@@ -329,10 +329,10 @@ def test_the_model_is_left_as_it_was_even_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels_from": "modle"}, "did you mean 'model'"),
+        ({"labels_from": "modle"}, "Did you mean 'model'"),
         ({"score": "prob"}, "log_prob"),
         ({"reduce": "max"}, "mean, sum"),
-        ({"names": ["1.wieght"]}, "did you mean '1.weight'"),
+        ({"names": ["1.wieght"]}, "Did you mean '1.weight'"),
         ({"names": []}, "no parameter"),
         ({"images": torch.zeros(0, 3, 2, 2)}, "at least one image"),
         ({"images": torch.zeros(4, 3, 2, 2, dtype=torch.uint8)}, "floating point"),

@@ -240,22 +240,22 @@ def wrong(**change: Any) -> dict[str, Tensor]:
 
 
 BAD_NAMED: list[tuple[Any, str]] = [
-    (wrong(**{"1_weight": None}), r"masks\['1.weight'\]: nothing given, allowed is torch.bool of shape \(3, 4\)"),
+    (wrong(**{"1_weight": None}), r"masks\['1.weight'\] must be torch.bool of shape \(3, 4\), got nothing"),
     (wrong(**{"0_weight": torch.ones(4, 5)}), r"masks\['0.weight'\]: torch.float32 of shape \(4, 5\) given"),
     (wrong(**{"0_weight": torch.ones(4, 5, dtype=torch.uint8)}), r"torch.uint8 of shape"),
-    (wrong(**{"0_bias": torch.ones(1, dtype=torch.bool)}), r"masks\['0.bias'\]: .*\(1,\) given, allowed is torch.bool of shape \(4,\)"),
+    (wrong(**{"0_bias": torch.ones(1, dtype=torch.bool)}), r"masks\['0.bias'\] must be torch.bool of shape \(4,\), got .*\(1,\)"),
     (wrong(**{"0_bias": True}), r"masks\['0.bias'\]: bool given"),
     (Named(wrong(**{"1_bias": None})), r"masks\['1.bias'\]: nothing given"),
     ({}, r"masks\['0.weight'\]: nothing given"),
-    (list(wrong().values())[:3], "masks: 3 given, allowed is 4"),
-    ([*wrong().values(), torch.ones(1, dtype=torch.bool)], "masks: 5 given, allowed is 4"),
-    (torch.ones(4, 5, dtype=torch.bool), "masks: Tensor given, allowed is a sequence"),
-    (iter(wrong().values()), "masks: .* given, allowed is a sequence"),
+    (list(wrong().values())[:3], "masks must be 4, got 3"),
+    ([*wrong().values(), torch.ones(1, dtype=torch.bool)], "masks must be 4, got 5"),
+    (torch.ones(4, 5, dtype=torch.bool), "masks must be a sequence, got Tensor"),
+    (iter(wrong().values()), "masks must be a sequence, got .*"),
 ]
 BAD_UNNAMED: list[tuple[Any, str]] = [
-    (wrong(**{"1_weight": None}), "masks: 3 given, allowed is 4"),
-    ({"extra": torch.ones(1, dtype=torch.bool), **wrong()}, "masks: 5 given, allowed is 4"),
-    (dict(reversed(wrong().items())), r"masks\[0\]: torch.bool of shape \(3,\) given, allowed is torch.bool of shape \(4, 5\)"),
+    (wrong(**{"1_weight": None}), "masks must be 4, got 3"),
+    ({"extra": torch.ones(1, dtype=torch.bool), **wrong()}, "masks must be 4, got 5"),
+    (dict(reversed(wrong().items())), r"masks\[0\] must be torch.bool of shape \(4, 5\), got torch.bool of shape \(3,\)"),
     (Named(dict(reversed(wrong().items()))), r"masks\[0\]"),
     ([*list(wrong().values())[:3], None], r"masks\[3\]: nothing given"),
 ]

@@ -257,7 +257,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: compare({"a": A, "b": B}, baseline="c"), "baseline: 'c'"),
     (lambda: unpaired({"a": A, "b": B}, baseline="c"), "baseline: 'c'"),
     (lambda: compare({"a": A, "b": B}, baseline={"a": "c"}), "baseline: 'c'"),
-    (lambda: compare({"a": A, "b": B}, method="holms"), "did you mean 'holm'"),
+    (lambda: compare({"a": A, "b": B}, method="holms"), "Did you mean 'holm'"),
     (lambda: holm([0.1, 1.1]), "p_values: 1.1"),
     (lambda: benjamini_hochberg([math.nan]), "p_values: nan"),
     (lambda: to_target([], 0.5), "curve: nothing"),

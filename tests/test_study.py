@@ -128,10 +128,10 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
     [
         ("tables: []", "has no tables"),
         ("tables: [{name: a, casses: {}}]", "casses"),
-        ("seed: 3\ntables: [{name: a}]", "did you mean 'seeds'"),
+        ("seed: 3\ntables: [{name: a}]", "Did you mean 'seeds'"),
         ("seeds: 0\ntables: [{name: a}]", "seeds"),
         ("tables: [{name: a, cases: {x: no}}]", "a list of key=value"),
-        ("tables: [{name: a, cases: {x: {hear: []}}}]", "did you mean 'here'"),
+        ("tables: [{name: a, cases: {x: {hear: []}}}]", "Did you mean 'here'"),
         ("tables: [{name: a, set: [optim.lrr=1]}]", "optim.lrr"),
         ("tables: [{name: a, grid: {optim.lr: [-1]}}]", "optim.lr"),
         ("tables: [{name: a}, {name: a}]", "two tables are called 'a'"),
@@ -157,19 +157,19 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: y, y: x}}}]", "takes another's"),
         ("tables: [{name: a, tune: [optim.lr]}]", "allowed is a mapping"),
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
-        ("tables: [{name: a, against: first}]", "against of table a: 'first' given, allowed is case"),
+        ("tables: [{name: a, against: first}]", "against of table a must be case, got 'first'"),
         ("- 1", "has no tables"),
-        ("tables: [{name: a, grid: {optim.lr: []}}]", "grid of a: optim.lr: [] given, allowed is a list of one or more values"),
+        ("tables: [{name: a, grid: {optim.lr: []}}]", "grid of a must be a list of one or more values, got optim.lr: []"),
         ("tables: [{name: a, grid: {optim.lr: [{low: 1}]}}]", "grid of a: optim.lr: [{'low': 1}] given"),
         ("tables: [{name: a, grid: {5: [1]}}]", "'5=1'"),
         ("where: [train.epochs=1]\ntables: [{name: a}]", "where is list, allowed is a mapping"),
         ("where: {x: [], y: []}\ntables: [{name: a, cases: {b: {y: []}}}]", "has no case on x"),
-        ("tables: [{name: a, target: eighty}]", "target of table a: 'eighty' given, allowed is a validation accuracy, 0 < target <= 1"),
+        ("tables: [{name: a, target: eighty}]", "target of table a must be a validation accuracy, 0 < target <= 1, got 'eighty'"),
         ("tables: [{name: a, target: 80}]", "target of table a: 80 given"),
         ("tables: [{name: a, target: true}]", "target of table a: True given"),
         ("tables: [{name: a, special: 5}]", "special of a is int, allowed is a list"),
         ("tables: [{name: a, tune: {by: .inf}}]", "tune of a: by: inf given"),
-        ("include: quick", "include: 'quick' given, allowed is a list of plans"),
+        ("include: quick", "include must be a list of plans, got 'quick'"),
         ("include: []", "include: [] given"),
         ("include: [1]", "include: [1] given"),
     ],
@@ -347,8 +347,8 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("{kind: sweap, of: whole}", "did you mean 'sweep'"),
-        ("{kind: sweep, of: hole}", "did you mean 'whole'"),
+        ("{kind: sweap, of: whole}", "Did you mean 'sweep'"),
+        ("{kind: sweep, of: hole}", "Did you mean 'whole'"),
         ("{kind: sweep, of: [whole, A]}", "1 cells"),
         ("{kind: sweep, of: whole, samples: 3}", "samples"),
         ("{kind: interference, of: whole}", "2 to 8 cells"),
@@ -359,7 +359,7 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
         ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),
-        ("{kind: sweep, of: whole, grid: nonsense}", "analyses: sweep: grid: 'nonsense' given, allowed is start:stop:count"),
+        ("{kind: sweep, of: whole, grid: nonsense}", "analyses must be start:stop:count, got sweep: grid: 'nonsense'"),
         ("{kind: interpolate, of: [A, B], grid: 5}", "grid: 5 given"),
         ("{kind: interference, of: [A, B], grid: [a]}", "grid: ['a'] given"),
         ("{kind: interference, of: [A, B], samples: 0}", "samples: 0 given"),
@@ -553,8 +553,8 @@ def test_short_runs_may_differ_in_what_the_plan_sets_for_them_alone(tmp_path: Pa
     last = read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "train.precision=fp32"])
     assert {c.train.precision for c in (last.tunes[0].trial(0).config, *(p.config for p in last.runs))} == {"fp32"}
     for wrong, why in (
-        ("optim.batchsize=3", r"did you mean 'optim\.batch_size'"),
-        ("federated.rounds=7", r"set: 'federated\.rounds=7' given, allowed is any key but optim\.lr"),
+        ("optim.batchsize=3", r"Did you mean 'optim\.batch_size'"),
+        ("federated.rounds=7", r"set must be any key but optim\.lr, got 'federated\.rounds=7'"),
         ("optim.lr=3.0", "which is tuned"),
         ("data.val_fraction=0", "on a validation set"),
     ):
@@ -606,7 +606,7 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(
 def test_one_table_can_be_run_alone(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_path.write_text(PLAN + TUNED.partition("tables:")[2].replace("cases: {plain", "set: [experiment=fedavg_iid]\n    cases: {plain"))
     arguments = ["study", str(plan_path), "--out", str(tmp_path / "s"), "--no-report", "--seeds", "1", *QUICK]
-    assert main([*arguments, "--table", "agian"]) == 2 and "did you mean 'again'" in capsys.readouterr().err
+    assert main([*arguments, "--table", "agian"]) == 2 and "Did you mean 'again'" in capsys.readouterr().err
     assert main([*arguments, "--plan", "--table", "again", "--table", "steps"]) == 0 and len(capsys.readouterr().out.splitlines()) == 5
     assert main([*arguments, "--table", "again"]) == 0
     assert len(list((tmp_path / "s" / "runs").iterdir())) == 1  # no trial of the table that is tuned

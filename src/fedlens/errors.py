@@ -1,31 +1,31 @@
-"""The one error that users see: one line that names the field, what was given and what is allowed."""
+"""The errors that users see: one line that says what is wrong, what was expected and how to fix it."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user can mend. The command line prints it as one line and exits with status 2."""
+    """A problem that the user can fix. The command line prints it as one line and exits with status 2."""
 
 
 class Elsewhere(UserError):
-    """Of the disk or the network, not of what was asked for: another time it may go well."""
+    """A disk or network failure; retrying may succeed."""
 
 
-def bad_value(field: str, given: object, allowed: str) -> UserError:
-    """`optim.lr: -1 given, allowed is > 0`"""
-    return UserError(f"{field}: {given!r} given, allowed is {allowed}")
+def bad_value(field: str, given: object, expected: str) -> UserError:
+    """Return the error for a value out of range: `optim.lr must be > 0, got -1.`"""
+    return UserError(f"{field} must be {expected}, got {given!r}.")
 
 
 def unknown(field: str, given: str, known: Iterable[str]) -> UserError:
-    """An unknown name, with the nearest valid one first."""
+    """Return the error for an unknown name, with the nearest valid one."""
     names = sorted(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(names) if len(names) <= 20 else ", ".join(near or names[:20]) + ", …"
-    return UserError(f"{field}: {given!r} is unknown; {hint}allowed is one of {listed}")
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UserError(f"{field} must be one of {listed}; got {given!r}.{hint}")
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line, for an error that is shown as one line."""
+    """Return an exception's message as one line, for an error that is shown as one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

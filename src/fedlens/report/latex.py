@@ -164,7 +164,7 @@ def paper_text(gathered: Gathered, tables: Sequence[TableFile], figures: Sequenc
         else "",
     }
     template = (files("fedlens.report") / "assets" / PAPER).read_text(encoding="utf-8")
-    return re.sub(r"(\w+)", lambda found: parts[found[1]], template)
+    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], template)
 
 
 Floating = TableFile | FigureFile

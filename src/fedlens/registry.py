@@ -1,0 +1,102 @@
+"""Registries: the named variants that a configuration can choose. Adding one is one function and one line.
+
+A registry lives in the module of its built-in variants; HOMES says where, so that the configuration can list names without importing torch.
+
+    @fl.register("merge rule")
+    def agreeing_mean(deltas, weights, *, share=0.7): ...
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+from fedlens.errors import UserError, unknown
+
+T = TypeVar("T")
+HOMES = {  # kind -> module:attribute of its registry
+    "algorithm": "fedlens.training.algorithms:ALGORITHMS",
+    "mask rule": "fedlens.lens.mask_rules:STRATEGIES",
+    "merge rule": "fedlens.lens.merging:RULES",
+    "metric": "fedlens.tasks.metrics:METRICS",
+    "partition": "fedlens.data.partition:SCHEMES",
+    "schedule": "fedlens.optim.schedules:SCHEDULES",
+    "server optimizer": "fedlens.optim.server:SERVER",
+}
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """Functions or classes by the name that a configuration chooses them by."""
+
+    def __init__(self, kind: str, *members: T) -> None:
+        self.kind = kind
+        self._members: dict[str, T] = {}
+        for member in members:
+            self.register(member)
+
+    def register(self, member: T, name: str | None = None) -> T:
+        """Add a variant under its own name or another; return it, so that this works as a decorator."""
+        self[name or str(member.__name__)] = member  # type: ignore[attr-defined]
+        return member
+
+    def choose(self, name: str, field: str) -> T:
+        """Return the variant of this name; an unknown one is an error of the configuration key `field`."""
+        if name not in self._members:
+            raise unknown(field, name, self._members)
+        return self._members[name]
+
+    def describe(self, name: str) -> str:
+        """Return the first line of a variant's docstring."""
+        return (inspect.getdoc(self._members[name]) or "").partition("\n")[0]
+
+    def __getitem__(self, name: str) -> T:
+        return self._members[name]
+
+    def __setitem__(self, name: str, member: T) -> None:
+        if not callable(member):
+            raise UserError(f"{self.kind} {name!r} must be a function or a class, got {type(member).__name__}.")
+        self._members[name] = member
+
+    def __delitem__(self, name: str) -> None:
+        del self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+def registry(kind: str) -> Registry[Any]:
+    """Return the registry of a kind of variant, importing the module that it lives in."""
+    if kind not in HOMES:
+        raise unknown("kind", kind, HOMES)
+    module, _, name = HOMES[kind].partition(":")
+    found: Registry[Any] = getattr(import_module(module), name)
+    return found
+
+
+def register(kind: str, name: str | None = None) -> Callable[[T], T]:
+    """Return a decorator that adds a function or class to the registry of `kind`, under its own name or another."""
+    return lambda member: registry(kind).register(member, name)
+
+
+def options_of(member: Callable[..., Any], supplied: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the options of a variant, name -> default: its keyword-only parameters less those that the caller supplies."""
+    parameters = inspect.signature(member).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in supplied}
+
+
+def check_options(field: str, name: str, given: MutableMapping[str, Any] | dict[str, Any], known: dict[str, Any]) -> None:
+    """Raise for an option that the variant `name` does not have, or a required one that is missing."""
+    for option in given:
+        if option not in known:
+            if not known:
+                raise UserError(f"{field} must be empty for {name}, which has no options; got {option!r}.")
+            raise unknown(f"{field} of {name}", option, known)
+    for option, default in known.items():
+        if default is inspect.Parameter.empty and option not in given:
+            raise UserError(f"{field}.{option} must be set: {name} has no default for it.")
+
+
+__all__ = ["Registry", "check_options", "options_of", "register", "registry"]
