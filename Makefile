@@ -5,17 +5,29 @@ BIN := .venv/bin
 FLOWER := .venv-flower/bin
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: demo test test-flower test-gpu docs paper install clean
+PYTEST = $(BIN)/pytest -n 2
+
+.PHONY: demo check test test-core test-flower test-gpu docs paper install clean
 
 demo: .venv/core.done
 	$(BIN)/fedlens demo
 
-test: .venv/dev.done
+# all checks; the deployment's tests mostly wait, so they run beside the rest
+test: .venv/dev.done .venv-flower/done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2
-	$(MAKE) test-flower
+	$(MAKE) -j2 --output-sync=target test-core test-flower
+
+test-core: .venv/dev.done
+	$(PYTEST)
+
+# for moment-to-moment work: no tests that start processes
+check: .venv/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -m 'not gpu and not processes'
 
 # SuperLink, SuperNodes and Flower's simulation as processes on loopback
 test-flower: .venv-flower/done

@@ -1,7 +1,7 @@
 """A round of federated averaging on two CPU cores: a plain PyTorch loop, fedlens, Flower's simulation, pfl-research; and a bound for all of them.
 
     python benchmarks/frameworks.py                                # all, both models, 3 turns of 3 timed rounds each
-    python benchmarks/frameworks.py --only plain,sequential --models tiny --rounds 10
+    python benchmarks/frameworks.py --only plain,threaded --models tiny --rounds 10
 
 All do the same work (benchmarks/contenders/common.py): 100 clients, 10 a round, 4 local steps of 32 images, SGD with momentum, fp32,
 the same initial parameters and the same batches; and that it is the same is checked: parameters after two rounds are compared with
@@ -58,7 +58,7 @@ class Contender:
 
 CONTENDERS = {
     "plain": Contender("plain PyTorch loop", "plain", ({"threads": 2},)),
-    "sequential": Contender("fedlens, sequential engine", "fedlens_engines", ({"engine": "sequential", "threads": 2},)),
+    "threaded": Contender("fedlens, threaded engine", "fedlens_engines", ({"engine": "threaded", "threads": 2},)),
     "cohort": Contender("fedlens, cohort engine", "fedlens_engines", ({"engine": "cohort", "threads": 2},)),
     "torchrun": Contender("fedlens, torchrun with 2 ranks", "fedlens_engines", ({"engine": "auto", "threads": 1},), processes=2),
     "flower": Contender("Flower simulation", "flower_sim", ({"workers": 2, "threads": 1}, {"workers": 1, "threads": 2}), "flower"),

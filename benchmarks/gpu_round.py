@@ -27,6 +27,7 @@ from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.mask_rules import build_mask
 from fedlens.lens.space import ParamSpace
 from fedlens.overrides import compose
+from fedlens.tasks import select
 from fedlens.training.algorithms import FedAvg
 from fedlens.training.bench import Bench, set_up
 from fedlens.training.federated import make_shards
@@ -42,15 +43,14 @@ def plain_loop(bench: Bench, shards: list) -> Round:
 
     def round_(r: int) -> int:
         cohort = sample_cohort(cfg.seed, r, cfg.federated.clients, cfg.federated.participation)
-        work = plan_round(cfg.seed, r, cohort, shards, steps=cfg.federated.local_steps, batch=cfg.optim.batch_size, augment=bench.augment)
+        work = plan_round(cfg.seed, r, cohort, shards, steps=cfg.federated.local_steps, batch=cfg.optim.batch_size, draw=bench.task.draw)
         states, weights = [], []
         for k in range(len(cohort)):
             model = copy.deepcopy(bench.model).train()
             params = [p for p in model.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(params, lr=cfg.optim.lr, momentum=cfg.optim.momentum)
             for j in range(cfg.federated.local_steps):
-                images, labels = bench.train.batch(work.index[k, j])
-                inputs = bench.pipeline(images, work.draws[k][j].to(bench.device))
+                inputs, labels = bench.task.batch(bench.train, work.index[k, j], select(work.draws, (k, j)))
                 with bench.precision.autocast():
                     loss = F.cross_entropy(model(inputs), labels)
                 optimizer.zero_grad()
@@ -74,7 +74,7 @@ def engine_round(bench: Bench, shards: list, engine: Sequential | Cohort) -> Rou
     def round_(r: int) -> int:
         nonlocal theta
         cohort = sample_cohort(cfg.seed, r, cfg.federated.clients, cfg.federated.participation)
-        work = plan_round(cfg.seed, r, cohort, shards, steps=cfg.federated.local_steps, batch=cfg.optim.batch_size, augment=bench.augment)
+        work = plan_round(cfg.seed, r, cohort, shards, steps=cfg.federated.local_steps, batch=cfg.optim.batch_size, draw=bench.task.draw)
         sums = RoundSums()
         for u in engine.updates(theta, work, algorithm.rule(cfg.optim.lr)):
             sums.add(u.delta, float(u.delta.norm()), float(u.samples), float(u.loss))
@@ -92,10 +92,9 @@ def one_model(bench: Bench) -> Round:
 
     def round_(r: int) -> int:
         index = torch.randint(len(bench.train), (4, 640))
-        draws = bench.augment.draw((4, 640), torch.Generator().manual_seed(r))
+        draws = bench.task.draw((4, 640), torch.Generator().manual_seed(r))
         for j in range(4):
-            images, labels = bench.train.batch(index[j])
-            inputs = bench.pipeline(images, draws[j].to(bench.device))
+            inputs, labels = bench.task.batch(bench.train, index[j], select(draws, j))
             with bench.precision.autocast():
                 loss = F.cross_entropy(model(inputs), labels)
             optimizer.zero_grad()
@@ -111,13 +110,13 @@ def masked_round(bench: Bench, strategy: str) -> Round:
     own = replace(bench, config=copy.deepcopy(bench.config), model=copy.deepcopy(bench.model))
     own.config.train.compile = True
     space = masked_space(own, build_mask(own.model, strategy, 0.1))
-    engine = Cohort(own.model, space, own.train, own.pipeline, own.precision, compile=True)
+    engine = Cohort(own.model, space, own.task, own.train, own.precision, compile=True)
     return engine_round(own, make_shards(own), engine)
 
 
 def contenders(bench: Bench) -> dict[str, Callable[[], Round]]:
     shards, space = make_shards(bench), ParamSpace.of(bench.model)
-    parts = (bench.model, space, bench.train, bench.pipeline, bench.precision)
+    parts = (bench.model, space, bench.task, bench.train, bench.precision)
     return {
         "plain": lambda: plain_loop(bench, shards),
         "sequential": lambda: engine_round(bench, shards, Sequential(*parts)),

@@ -35,12 +35,12 @@ TILES = 40  # 5,400 training images x 40: two samples a client at K = 100,000
 def rounds(bench: Bench, shards: list, cohort: int, steps: int, repeat: int) -> list[float]:
     """Seconds of each round, planning included, after one to warm up."""
     space = ParamSpace.of(bench.model)
-    engine = choose_engine(bench.config, bench.model, space, bench.train, bench.pipeline, bench.precision)
+    engine = choose_engine(bench.config, bench.model, space, bench.task, bench.train, bench.precision)
     theta, rule, times = space.read(bench.model), FedAvg(bench.config).rule(1e-3), []
     for r in range(repeat + 1):
         at = time.perf_counter()
         chosen = sample_cohort(0, r, len(shards), cohort / len(shards))
-        work = plan_round(0, r, chosen, shards, steps=steps, batch=16, augment=bench.augment)
+        work = plan_round(0, r, chosen, shards, steps=steps, batch=16, draw=bench.task.draw)
         sums = RoundSums()
         for u in engine.updates(theta, work, rule):
             sums.add(u.delta, float(u.delta.norm()), float(u.samples), float(u.loss))

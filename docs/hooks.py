@@ -5,12 +5,9 @@ A page writes `<!-- fedlens: NAME -->` where a table belongs; GENERATED says whi
 
 import argparse
 import inspect
-import io
 import os
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,13 @@ from fedlens import cli, config
 from fedlens.data import SOURCES
 from fedlens.data.partition import SCHEMES
 from fedlens.lens.mask_rules import STRATEGIES
-from fedlens.lens.merging import RULES, options_of
+from fedlens.lens.merging import RULES
 from fedlens.lens.sensitivity import LABELS, SCORES
 from fedlens.models import SHAPES
 from fedlens.optim.schedules import SCHEDULES
 from fedlens.optim.server import SERVER
 from fedlens.overrides import choices
+from fedlens.registry import options_of
 from fedlens.study import analyses, search_space
 from fedlens.study import plan as plans
 from fedlens.training.algorithms import ALGORITHMS
@@ -64,42 +62,20 @@ def registry(entries: Mapping[str, object], what: str) -> Callable[[], str]:
 # --- configuration
 
 
-def comments(section: type) -> dict[str, str]:
-    """field -> the comment at the end of its line."""
-    found, name = {}, ""
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(section)).readline):
-        if token.type == tokenize.NAME and token.line.lstrip().startswith(f"{token.string}:"):
-            name = token.string
-        elif token.type == tokenize.COMMENT:
-            found[name] = token.string.lstrip("# ")
-    return found
-
-
 def shown(value: object) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def section_table(section: type, prefix: str) -> str:
-    said = comments(section)
-    allowed = {path: text for path, _, text in config.CHECKS}
-    rows = []
-    for field in fields(section):
-        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
-        if not is_dataclass(default):
-            key = prefix + field.name
-            range_ = allowed.get(key, "")
-            meaning = said.get(field.name, "").removesuffix(range_).rstrip(" :")  # the last column has the list of what is allowed
-            rows.append([f"`{key}`", f"`{shown(default)}`" if shown(default) else "null", meaning, range_.replace(" | ", ", ")])
-    return table(["key", "default", "meaning", "allowed"], rows)
+def section_table(keys: Mapping[str, config.Key]) -> str:
+    rows = ([f"`{path}`", f"`{shown(key.default)}`", key.meaning, key.expected, key.when] for path, key in keys.items())
+    return table(["key", "default", "meaning", "range", "matters"], rows)
 
 
 def configuration() -> str:
-    parts = ["## Top level", section_table(config.Config, "")]
-    for field in fields(config.Config):
-        if field.default_factory is not MISSING and is_dataclass(field.default_factory):
-            section: type = field.default_factory
-            parts += [f"## `{field.name}`", section_table(section, f"{field.name}.")]
-    return "\n\n".join(parts)
+    sections: dict[str, dict[str, config.Key]] = {}
+    for path, key in config.keys().items():
+        sections.setdefault(path.rpartition(".")[0], {})[path] = key
+    return "\n\n".join(f"{f'## `{name}`' if name else '## Top level'}\n\n{section_table(keys)}" for name, keys in sections.items())
 
 
 # --- YAML files
@@ -132,7 +108,7 @@ def questions(name: str) -> Callable[[], str]:
 
 def merge_rules() -> str:
     def options(name: str) -> str:
-        return ", ".join(f"`{option}`" for option in options_of(name))
+        return ", ".join(f"`{option}`" for option in options_of(RULES[name], ("sizes",)))
 
     return table(["rule", "", "options of `fl.merge`"], ([f"`{name}`", first_line(rule), options(name)] for name, rule in RULES.items()))
 

@@ -1,7 +1,7 @@
-"""Makes the backbone of the study on CIFAR-100, a ViT-S/16 initialised from DINOv2 ViT-S/14: see fedlens/models/convert.py.
+"""Make the backbone of the CIFAR-100 study, a ViT-S/16 initialised from DINOv2 ViT-S/14: see fedlens/models/convert.py.
 
 python scripts/dino_from_dinov2.py real/weights/dino_vits16_from_dinov2.pth                        # downloads DINOv2's public checkpoint
-python scripts/dino_from_dinov2.py OUT.pth --weights dinov2_vits14_pretrain.pth                    # or takes it from a file
+python scripts/dino_from_dinov2.py OUT.pth --weights dinov2_vits14_pretrain.pth                    # reads a local file instead
 """
 
 import argparse
@@ -14,10 +14,10 @@ from fedlens.models.weights import fetch_public, read_tensors
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", type=Path)
-parser.add_argument("--weights", type=Path, help="DINOv2 ViT-S/14 in its own names; without it the public one")
+parser.add_argument("--weights", type=Path, help="DINOv2 ViT-S/14 in its own names; default: the public checkpoint")
 args = parser.parse_args()
 
-found = as_vit16(read_tensors(args.weights or fetch_public("dinov2_vits14")))
+tensors = as_vit16(read_tensors(args.weights or fetch_public("dinov2_vits14")))
 args.out.parent.mkdir(parents=True, exist_ok=True)
-torch.save(found, args.out)
-print(f"{args.out}: {len(found)} tensors, {sum(tensor.numel() for tensor in found.values()):,} parameters")
+torch.save(tensors, args.out)
+print(f"{args.out}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} parameters")

@@ -1,7 +1,6 @@
-"""The figures of the documentation, made by fedlens on the embedded default: python scripts/docs_figures.py (four minutes on one core).
+"""Draw the figures of the documentation from runs on the packaged data: python scripts/docs_figures.py (four minutes on one core).
 
-Three federations that differ in nothing but who holds what, FedAvg with all clients in every round, mean of three seeds; then the walk along a task vector,
-and masks by rule.
+Client drift of FedAvg under three partitions (all clients in every round, mean of three seeds), a sweep along a task vector, masks by rule.
 """
 
 import argparse
@@ -15,8 +14,7 @@ import torch
 import fedlens as fl
 from fedlens.data.partition import label_counts
 from fedlens.study.arith import sweep_run
-from fedlens.study.edit_figures import alpha_figure
-from fedlens.study.figures import as_svg, curves_figure, mask_figure, partition_figure
+from fedlens.study.figures import alpha_figure, as_svg, curves_figure, mask_figure, partition_figure
 
 CLIENTS = 10
 FEDERATION = [f"federated.clients={CLIENTS}", "federated.participation=1.0", "federated.rounds=8", "federated.eval_every=4"]
@@ -35,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/figures", type=Path)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    matplotlib.rcParams["svg.hashsalt"] = "fedlens"  # the same bytes every time
+    matplotlib.rcParams["svg.hashsalt"] = "fedlens"  # reproducible bytes
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         runs = {
@@ -46,33 +44,31 @@ def main() -> None:
         sweep_figure(runs["IID"][0], out)
         masks_figure(runs["IID"][0], out)
     labels = fl.load_dataset("fashion_mini").train.labels
-    schemes = {"IID": {}, "Nc = 2": {"classes_per_client": 2}, "Nc = 1": {"classes_per_client": 1}}
-    counts = {
-        name: label_counts(labels, fl.partition(labels, 50, "classes" if options else "iid", **options))
-        for name, options in schemes.items()
-    }
+    shards = {"IID": fl.partition(labels, 50)} | {f"Nc = {n}": fl.partition(labels, 50, "classes", classes_per_client=n) for n in (2, 1)}
+    counts = {name: label_counts(labels, indices) for name, indices in shards.items()}
     (out / "partition.svg").write_text(as_svg(partition_figure(counts)))
 
 
 def drift_figure(runs: dict[str, list[fl.Run]], out: Path) -> None:
-    drift = {name: mean_curve(of, "drift_ratio") for name, of in runs.items()}
+    """Draw the drift ratio by round and print the table beside the figure: means over rounds and seeds."""
+    drift = {name: mean_curve(seeds, "drift_ratio") for name, seeds in runs.items()}
     orthogonal = {f"orthogonal clients: 1/√{CLIENTS}": CLIENTS**-0.5}
     (out / "drift.svg").write_text(as_svg(curves_figure(drift, "round", "drift ratio ‖mean Δ‖ / mean ‖Δ‖", orthogonal)))
-    for name, of in runs.items():  # the table beside the figure: means over rounds and seeds
-        means = {key: fmean(value for _, value in mean_curve(of, key)) for key in ("drift_ratio", "cosine", "sign_conflict")}
+    for name, seeds in runs.items():
+        means = {key: fmean(value for _, value in mean_curve(seeds, key)) for key in ("drift_ratio", "cosine", "sign_conflict")}
         print(name, ", ".join(f"{key} {value:.2f}" for key, value in means.items()))
 
 
 def mean_curve(runs: list[fl.Run], key: str) -> list[tuple[float, float]]:
-    """(round, mean over the runs)"""
-    return [(lines[0]["round"], fmean(line[key] for line in lines)) for lines in zip(*(run.metrics for run in runs), strict=True)]
+    """Return (round, mean over the runs)."""
+    return [(rows[0]["round"], fmean(row[key] for row in rows)) for rows in zip(*(run.metrics for run in runs), strict=True)]
 
 
 def sweep_figure(run: fl.Run, out: Path) -> None:
-    found = sweep_run(run, None, "-2:4:25")
-    curve = {"θ₀ + α·τ": [(p["alpha"], 100 * p["val_accuracy"]) for p in found["points"]]}
-    levels = {"θ₀: α = 0": 100 * found["start"]["val_accuracy"]}
-    (out / "alpha.svg").write_text(as_svg(alpha_figure(curve, found["chosen"]["alpha"], levels, y="validation accuracy (%)")))
+    swept = sweep_run(run, None, "-2:4:25")
+    curve = {"θ₀ + α·τ": [(p["alpha"], 100 * p["val_accuracy"]) for p in swept["points"]]}
+    levels = {"θ₀: α = 0": 100 * swept["start"]["val_accuracy"]}
+    (out / "alpha.svg").write_text(as_svg(alpha_figure(curve, swept["chosen"]["alpha"], levels, y="validation accuracy (%)")))
 
 
 def masks_figure(run: fl.Run, out: Path) -> None:

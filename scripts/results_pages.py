@@ -1,8 +1,7 @@
-"""The result tables of README.md and docs/results.md, and their figures, from results/: python scripts/results_pages.py [--check]
+"""Update the result tables and figures of README.md and docs/results.md from results/: python scripts/results_pages.py [--check]
 
-A block between <!-- results: STUDY --> and <!-- end of results --> is written anew from the study of that name, <!-- results: STUDY / TABLE --> from
-one table of it, <!-- results: STUDY / KIND --> from its analyses of that kind; the rest of a page is its author's.
---check writes nothing and fails where a page is behind the runs.
+A block from <!-- results: STUDY --> to <!-- end of results --> is replaced by the tables of that study, <!-- results: STUDY / TABLE --> by one
+of its tables, <!-- results: STUDY / KIND --> by its analyses of that kind. --check writes nothing and fails if a page or figure is outdated.
 """
 
 import argparse
@@ -28,36 +27,34 @@ BLOCK = re.compile(r"(<!-- results: (\w+)(?: / ([^\n]+?))? -->\n).*?(<!-- end of
 
 
 def entry(cell: CellResult | None) -> str:
-    """88.51 ± 0.25 (n = 3): test accuracy in percent and its standard deviation."""
-    found = cell.summary("test_accuracy") if cell else None
-    return f"{with_sd(found)} (n = {found.n})" if found else "not run yet"
+    """Return test accuracy in percent and its standard deviation, such as 88.51 ± 0.25 (n = 3)."""
+    accuracy = cell.summary("test_accuracy") if cell else None
+    return f"{with_sd(accuracy)} (n = {accuracy.n})" if accuracy else "not run yet"
 
 
 def whole(study: StudyResult) -> str:
-    """Cases down, values of the grid across; or the cells of all tables side by side."""
+    """Return the table of a study: cases by values of the grid, or the cells of all tables side by side."""
     grid = layout(study.tables[0])
     if grid:
         head = [TEST, *(f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values)]
         return lines(head, [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases])
-    return lines(
-        [TEST, *(shown(each.name) for each in study.tables)], [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
-    )
+    rows = [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
+    return lines([TEST, *(shown(each.name) for each in study.tables)], rows)
 
 
 def part(study: StudyResult, name: str) -> str:
-    """One table with the rates and how far clients move, or all analyses of a kind."""
-    for table in study.tables:
-        if table.name == name:
-            return of_table(table)
-    return f"{measured_table(over_seeds(study)[name])}\n"
+    """Return one table of a study, or all its analyses of a kind."""
+    table = next((table for table in study.tables if table.name == name), None)
+    return f"{measured_table(over_seeds(study)[name])}\n" if table is None else of_table(table)
 
 
 def of_table(table: TableResult) -> str:
+    """Return test accuracy, learning rate and, for federated runs, the length of updates by case."""
     rows = []
     for cell in table.cells:
         rate, length = rate_of(cell), cell.over_rounds(LENGTH)
-        moved = [f"{length.mean:.2g}" if length else ""] if table.sends else []
-        rows.append([cell.label, entry(cell), f"{rate:g}" if rate else "", *moved])
+        lengths = [f"{length.mean:.2g}" if length else ""] if table.sends else []
+        rows.append([cell.label, entry(cell), f"{rate:g}" if rate else "", *lengths])
     return lines(["", TEST, "learning rate", *(["length of an update"] if table.sends else [])], rows)
 
 
@@ -65,13 +62,13 @@ def lines(head: list[str], rows: list[list[str]]) -> str:
     return rows_text(head, [[escaped(row[0]), *row[1:]] for row in rows]) + "\n"
 
 
-def made() -> dict[Path, str]:
-    """Every page and figure as it should be."""
+def updated() -> dict[Path, str]:
+    """Return path -> content of every page and figure."""
     studies = {study.name: study for study in gather([ROOT / "results"]).studies}
 
-    def block(found: re.Match[str]) -> str:
-        study = studies[found[2]]
-        return f"{found[1]}{part(study, found[3]) if found[3] else whole(study)}{found[4]}"
+    def block(match: re.Match[str]) -> str:
+        study = studies[match[2]]
+        return f"{match[1]}{part(study, match[3]) if match[3] else whole(study)}{match[4]}"
 
     pages = {ROOT / name: BLOCK.sub(block, (ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
     places = {table.name: table for table in studies["places"].tables}
@@ -90,15 +87,16 @@ def made() -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is behind the runs")
-    check, behind = parser.parse_args().check, []
-    for path, text in made().items():
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            behind.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print("\n".join(f"{'behind the runs' if check else 'written'}: {name}" for name in behind) or "all as the runs are")
-    return 1 if check and behind else 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or figure is outdated")
+    check, pages = parser.parse_args().check, updated()
+    outdated = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in outdated:
+        print(f"{'outdated' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(pages[path], encoding="utf-8")
+    if not outdated:
+        print("all pages and figures are up to date")
+    return 1 if check and outdated else 0
 
 
 if __name__ == "__main__":

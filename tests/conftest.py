@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 os.environ["WANDB_MODE"] = "offline"
@@ -41,6 +42,21 @@ def small_folder() -> Path:
 
 
 SMALL_DATA = small_folder()
+
+
+@cache
+def few_images() -> Path:
+    """A fifth of those: 120 training and 30 test images, for runs of many steps or rounds, each of which writes a checkpoint."""
+    root = Path(tempfile.mkdtemp(prefix="fedlens-tests-few-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    for split, count in (("train", 12), ("test", 3)):
+        for label in sorted((SMALL_DATA / split).iterdir()):
+            (root / split / label.name).mkdir(parents=True)
+            for file in sorted(label.iterdir())[:count]:
+                shutil.copy(file, root / split / label.name / file.name)
+    return root
+
+
 FAST = [
     "data=folder",
     f"data.root={SMALL_DATA}",

@@ -15,8 +15,8 @@ from fedlens.cli import main
 from fedlens.errors import UserError
 from fedlens.lens.merging import RULES
 from fedlens.study import arith
-from fedlens.study.arith import Lab, default_alphas, interpolate_runs, load_vector, sweep_run
-from fedlens.study.forget import LADDER, climb, forget_client
+from fedlens.study.arith import PointEvaluator, default_alphas, interpolate_runs, load_vector, sweep_run
+from fedlens.study.forget import DEFAULT_ALPHAS, forget_client, scan_alphas
 from fedlens.study.interference import interference_of_runs
 from fedlens.training.run import Run
 
@@ -121,9 +121,9 @@ def test_a_sweep_passes_through_the_start_and_the_end_of_its_run(fed: Run, tmp_p
     assert found["end"]["test_accuracy"] == fed.summary["test_accuracy"]
     assert found["end"]["test_loss"] == fed.summary["test_loss"]
     assert found["start"]["val_accuracy"] == pytest.approx(fed.summary["ridge"]["val_accuracy"])
-    lab = Lab(fed)
-    lab.bench.model.load_state_dict(fed.start)
-    assert found["start"]["test_accuracy"] == lab.bench.evaluate(lab.bank(lab.bench.dataset.test))[1]
+    evaluator = PointEvaluator(fed)
+    evaluator.bench.model.load_state_dict(fed.start)
+    assert found["start"]["test_accuracy"] == evaluator.bench.evaluate(evaluator.bank(evaluator.bench.dataset.test))[1]
     assert found["chosen"]["val_accuracy"] == max(p["val_accuracy"] for p in found["points"])
     with (tmp_path / "sweep.csv").open() as file:
         assert [float(row["alpha"]) for row in csv.DictReader(file)] == [-0.5, 0.5, 1.5]
@@ -154,7 +154,7 @@ def test_what_is_chosen_does_not_depend_on_the_test_set(fed: Run, monkeypatch: p
 
 
 def test_the_default_range_is_wider_for_a_sparse_vector(sparse: Run, fed: Run) -> None:
-    ranges = [default_alphas(Lab(run).direction(run.task_vector())) for run in (fed, sparse)]
+    ranges = [default_alphas(PointEvaluator(run).direction(run.task_vector())) for run in (fed, sparse)]
     assert [(r[0], r[-1]) for r in ranges] == [(-1.0, 2.0), (-1.0, 10.0)]
     assert all(0.0 in r and 1.0 in r for r in ranges) and len(ranges[0]) == 13
 
@@ -199,7 +199,7 @@ def test_a_run_of_a_rule_that_is_not_known_here_can_be_looked_at_but_not_gone_on
     run = fl.load_run(tmp_path / "own")
     assert run.config.server.merge == "mine" and run.task_vector() == fed.task_vector()
     (tmp_path / "own" / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"server\.merge: 'mine' given"):
+    with pytest.raises(UserError, match=r"server\.merge must be .*got 'mine'"):
         run.resume()
 
 
@@ -210,7 +210,7 @@ def test_forgetting_with_alpha_zero_changes_nothing(fed: Run, tmp_path: Path, ca
     assert main(["arith", "forget", str(fed.path), "--client", "4", "--alphas=0", "--out", str(tmp_path)]) == 0
     found = result(tmp_path / "forget-4.json")
     assert found["before"] == found["after"]
-    assert "no alpha lowers" in capsys.readouterr().out
+    assert "no α lowers" in capsys.readouterr().out
 
 
 def test_negating_a_client_s_vector_as_any_task_is_forgetting_the_client(fed: Run, tmp_path: Path) -> None:
@@ -248,10 +248,10 @@ def test_forgetting_lowers_the_target_and_keeps_the_control_on_validation(fed: R
 
 
 def test_target_and_control_together_are_the_whole_split(fed: Run) -> None:
-    lab = Lab(fed)
+    evaluator = PointEvaluator(fed)
     before = forget_client(fed, 0, grid="0")["before"]
-    val = lab.bench.dataset.val
-    (held,) = (lab.bench.dataset.class_names.index(c) for c in forget_client(fed, 0, grid="0")["classes"])
+    val = evaluator.bench.dataset.val
+    (held,) = (evaluator.bench.dataset.class_names.index(c) for c in forget_client(fed, 0, grid="0")["classes"])
     share = float((val.labels == held).float().mean())
     whole = share * before["val_target"] + (1 - share) * before["val_control"]
     assert whole == pytest.approx(fed.summary["val_accuracy"], abs=1e-6)
@@ -273,7 +273,7 @@ def test_classes_that_other_clients_hold_too_are_said(sparse: Run, tmp_path: Pat
     ],
 )
 def test_the_climb_ends_where_nothing_is_left_to_gain(target: Any, control: Any, last: float) -> None:
-    points = climb(lambda a: {"val_target": target(a), "val_control": control(a)}, LADDER, 0.95)
+    points = scan_alphas(lambda a: {"val_target": target(a), "val_control": control(a)}, DEFAULT_ALPHAS, 0.95)
     assert points[0].alpha == 0 and points[-1].alpha == last
 
 
@@ -303,36 +303,36 @@ def test_interference_of_several_runs_has_every_pair_and_no_map(central: Run, fe
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["add", "no-such-file", "--out", "x"], "no-such-file does not exist"),
-        (["negate", "EMPTY", "--out", "x"], "holds no run"),
+        (["negate", "EMPTY", "--out", "x"], "is not a run folder"),
         (["negate", "FED", "--out", "FED/model.safetensors"], "exists and is not a task vector"),
         (["scale", "FED", "half", "--out", "x"], "factor must be a number, got 'half'"),
         (["merge", "FED", "--rule", "tie", "--out", "x"], "Did you mean 'ties'"),
-        (["merge", "FED", "--weights", "1,2", "--out", "x"], "one for each of 1"),
-        (["merge", "FED", "--rule", "ties", "--option", "trim=0.1", "--out", "x"], "allowed is density"),
+        (["merge", "FED", "--weights", "1,2", "--out", "x"], "for each of 1"),
+        (["merge", "FED", "--rule", "ties", "--option", "trim=0.1", "--out", "x"], "must be one of density"),
         (["merge", "FED", "--rule", "ties", "--option", "density=all", "--out", "x"], "a number"),
-        (["merge", "FILE", "--rule", "fisher", "--out", "x"], "is a file; allowed is run folders"),
+        (["merge", "FILE", "--rule", "fisher", "--out", "x"], "fisher needs run folders"),
         (["merge", "FED", "FILE", "--out", "x"], "task vector"),
-        (["sweep", "no-such-run"], "holds no run"),
+        (["sweep", "no-such-run"], "is not a run folder"),
         (["sweep", "FED", "--alphas=0:1"], "start:stop:count"),
         (["sweep", "FED", "--out", "FED/config.yaml"], "--out"),
         (["sweep", "FED", "FILE"], "has no 'stranger'"),
-        (["interpolate", "FED", "EMPTY"], "holds no run"),
+        (["interpolate", "FED", "EMPTY"], "is not a run folder"),
         (["forget", "CENTRAL", "--client", "0"], "federated.client_vectors=true"),
-        (["forget", "FED", "--client", "12"], "client: 12 given"),
-        (["forget", "FED"], "allowed is --client K, or --tau"),
-        (["forget", "FED", "--client", "1", "--tau", "FED", "--classes", "1"], "allowed is --client K, or --tau"),
-        (["forget", "FED", "--tau", "FED", "--classes", "shoe"], "classes: 'shoe' given"),
+        (["forget", "FED", "--client", "12"], "client must be one that"),
+        (["forget", "FED"], "pass either --client K, or --tau"),
+        (["forget", "FED", "--client", "1", "--tau", "FED", "--classes", "1"], "pass either --client K, or --tau"),
+        (["forget", "FED", "--tau", "FED", "--classes", "shoe"], "classes must be a number below 10 or one of"),
         (["forget", "FED", "--tau", "FED", "--classes", "0,1,2,3,4,5,6,7,8,9"], "no control"),
         (["forget", "FED", "--client", "one"], "a whole number"),
         (["forget", "FED", "--client", "1", "--alphas=-1,0"], ">= 0"),
-        (["forget", "FED", "--client", "1", "--keep", "2", "--alphas=0"], "0 to 1"),
-        (["interference", "FED"], "two or more"),
-        (["interference", "FED", "FED"], "given twice"),
-        (["interference", "FED", "--clients", "1,1"], "each once"),
-        (["interference", "FED", "CENTRAL", "--clients", "0,1"], "allowed is one"),
+        (["forget", "FED", "--client", "1", "--keep", "2", "--alphas=0"], "keep must be in [0, 1], got 2"),
+        (["interference", "FED"], "must be >= 2, or 1 with --clients"),
+        (["interference", "FED", "FED"], "appears twice"),
+        (["interference", "FED", "--clients", "1,1"], "two or more different clients"),
+        (["interference", "FED", "CENTRAL", "--clients", "0,1"], "--clients needs one run, got 2."),
         (["interference", "FED", "--clients", "0,1", "--samples", "0"], ">= 1"),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    said: str,
+    message: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
     fl.TaskVector.between({"stranger": torch.zeros(2)}, {"stranger": torch.ones(2)}).save(tmp_path / "file.safetensors")
@@ -354,6 +354,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     before = {path: path.stat().st_mtime_ns for path in fed.path.rglob("*")}
     assert main(["arith", *words]) == 2
     error = capsys.readouterr().err.strip()
-    assert said in error and "\n" not in error and error.startswith("error: ")
+    assert message in error and "\n" not in error and error.startswith("error: ")
     assert {p.name for p in tmp_path.iterdir()} == {"empty", "file.safetensors"}
     assert {path: path.stat().st_mtime_ns for path in fed.path.rglob("*")} == before

@@ -7,9 +7,11 @@ from PIL import Image
 
 from fedlens.data.dataset import Split
 from fedlens.engine.sampling import batch_indices
+from fedlens.errors import UserError
 from fedlens.optim.schedules import SCHEDULES, schedule_factor
 from fedlens.seeding import torch_rng
-from fedlens.tasks.image import Augment, Draws, ImageBank, Pipeline, randaugment, resize_matrix, shift_and_flip
+from fedlens.tasks import Samples, select
+from fedlens.tasks.image import Augment, Pipeline, randaugment, resize_matrix, shift_and_flip
 
 
 def test_a_pass_visits_every_sample_once_before_it_wraps_round() -> None:
@@ -27,15 +29,15 @@ def test_a_client_with_fewer_samples_than_a_batch_repeats_them() -> None:
 def test_crop_and_flip_equal_plain_padding_cropping_and_mirroring() -> None:
     images = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
     draws = Augment(crop=3, flip=True).draw((6,), torch_rng(1, "t"))
-    assert draws.flip.any()
-    assert not draws.flip.all()
+    assert draws["flip"].any()
+    assert not draws["flip"].all()
     out = shift_and_flip(images, draws)
     assert out.dtype == torch.uint8
     for i in range(6):
         padded = torch.nn.functional.pad(images[i], (3, 3, 3, 3))
-        dy, dx = (int(v) + 3 for v in draws.shift[i])
+        dy, dx = (int(v) + 3 for v in draws["shift"][i])
         crop = padded[:, dy : dy + 8, dx : dx + 8]
-        assert torch.equal(out[i], crop.flip(-1) if draws.flip[i] else crop)
+        assert torch.equal(out[i], crop.flip(-1) if draws["flip"][i] else crop)
 
 
 def test_augmentation_acts_alike_with_any_leading_axes() -> None:
@@ -44,7 +46,7 @@ def test_augmentation_acts_alike_with_any_leading_axes() -> None:
     draws = augment.draw((4, 5), torch_rng(0, "t"))
     pipeline = Pipeline(12, (0.5,) * 3, (0.25,) * 3)
     whole = pipeline(images, draws)
-    assert torch.allclose(whole[2], pipeline(images[2], draws[2]), atol=1e-5)
+    assert torch.allclose(whole[2], pipeline(images[2], select(draws, 2)), atol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "out"), [(32, 224), (28, 28), (28, 14), (64, 48)])
@@ -70,9 +72,7 @@ def test_randaugment_of_magnitude_zero_changes_nothing_and_of_one_does() -> None
     rng = torch_rng(0, "t")
     for magnitude, same in ((0.0, True), (1.0, False)):
         draws = Augment(randaugment=2, magnitude=magnitude).draw((8,), rng)
-        assert draws.affine is not None
-        assert draws.color is not None
-        out = randaugment(x, draws.affine, draws.color)
+        out = randaugment(x, draws["affine"], draws["color"])
         assert torch.allclose(out, x, atol=1e-2) == same
         assert out.min() >= 0
         assert out.max() <= 255
@@ -80,22 +80,22 @@ def test_randaugment_of_magnitude_zero_changes_nothing_and_of_one_does() -> None
 
 def test_draws_are_a_function_of_their_key() -> None:
     a, b, c = (Augment(4, True, 2).draw((3, 5), torch_rng(0, "augment", e)) for e in (1, 1, 2))
-    assert torch.equal(a.shift, b.shift)
-    assert not torch.equal(a.shift, c.shift)
+    assert torch.equal(a["shift"], b["shift"])
+    assert not torch.equal(a["shift"], c["shift"])
 
 
-def test_a_bank_indexes_images_and_labels_together() -> None:
+def test_samples_index_inputs_and_labels_together() -> None:
     images = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 1, 2, 2).contiguous()
-    bank = ImageBank(Split(images, torch.arange(10)), torch.device("cpu"))
+    samples = Samples(Split(images, torch.arange(10)), torch.device("cpu"))
     index = torch.tensor([[3, 1], [9, 0]])
-    found, labels = bank.batch(index)
-    assert found.shape == (2, 2, 1, 2, 2)
-    assert torch.equal(found[..., 0, 0, 0].long(), labels)
+    batch, labels = samples.batch(index)
+    assert batch.shape == (2, 2, 1, 2, 2)
+    assert torch.equal(batch[..., 0, 0, 0].long(), labels)
 
 
 def test_no_augmentation_is_the_identity() -> None:
     images = torch.randint(0, 256, (3, 1, 4, 4), dtype=torch.uint8)
-    none = Draws(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, dtype=torch.bool))
+    none = {"shift": torch.zeros(3, 2, dtype=torch.long), "flip": torch.zeros(3, dtype=torch.bool)}
     assert torch.equal(shift_and_flip(images, none), images)
 
 
@@ -104,6 +104,16 @@ def test_schedules_start_at_one_and_end_where_they_say() -> None:
     for name in SCHEDULES:
         assert schedule_factor(name, 0.0) == 1.0
         assert schedule_factor(name, 1.0) == pytest.approx(ends[name], abs=1e-12)
+
+
+def test_a_registered_schedule_gets_the_options_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCHEDULES, "_members", dict(SCHEDULES))
+    SCHEDULES["flat"] = lambda progress: 0.5
+    SCHEDULES["steps"] = lambda progress, *, milestones: float(len(milestones))
+    SCHEDULES["all"] = lambda progress, **options: float(sorted(options) == ["decay", "final", "milestones"])
+    assert [schedule_factor(name, 0.5, milestones=(0.1, 0.2, 0.3)) for name in ("flat", "steps", "all")] == [0.5, 3.0, 1.0]
+    with pytest.raises(UserError, match=r"optim\.schedule must be one of .* Did you mean 'cosine'"):
+        schedule_factor("cosin", 0.5)
 
 
 def test_a_cosine_schedule_equals_torch_s() -> None:

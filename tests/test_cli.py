@@ -19,6 +19,7 @@ def commands() -> list[list[str]]:
         ["demo"],
         ["run"],
         ["resume"],
+        ["explain"],
         ["data"],
         ["data", "prepare"],
         ["data", "inspect"],

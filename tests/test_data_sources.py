@@ -123,7 +123,8 @@ def cifar_arrays(name: str, seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 def cifar_parts(name: str) -> list[tuple[str, str, np.ndarray, np.ndarray]]:
     """(binary file, python file, pixels, labels) of a tiny set."""
     layout = cifar.LAYOUTS[name]
-    binary, python = (*layout.train, *layout.test), (*layout.python_train, *layout.python_test)
+    binary = (*layout.train, *layout.test)
+    python = ("train", "test") if name == "cifar100" else (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
     return [(b, p, *cifar_arrays(name, i, 200)) for i, (b, p) in enumerate(zip(binary, python, strict=True))]
 
 
@@ -183,10 +184,10 @@ def test_validation_comes_from_training_and_the_test_set_has_no_influence_on_it(
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("train.bin", lambda data: data[:-1], "not a whole number of records"),
-        ("train.bin", lambda data: b"", "not a whole number of records"),
-        ("test.bin", lambda data: b"\0\xc8" + data[2:], "allowed is 0 to 99"),
-        ("fine_label_names.txt", lambda data: b"cat dog", "2 class names"),
+        ("train.bin", lambda data: data[:-1], "must be a multiple of 3074 bytes"),
+        ("train.bin", lambda data: b"", "must be a multiple of 3074 bytes"),
+        ("test.bin", lambda data: b"\0\xc8" + data[2:], "labels must be 0 to 99, got 0 to 200"),
+        ("fine_label_names.txt", lambda data: b"cat dog", "must have 100 class names, got 2"),
         ("test.bin", None, "missing"),
         ("fine_label_names.txt", None, "missing"),
     ],
@@ -519,15 +520,15 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
         assert folder_module.decode((file.with_suffix(f".{suffix}"), "x"), 24) == np.rint(deep / 257).astype(np.uint8).tobytes() * 3
     for strange in (np.full((24, 24), 0.5, np.float32), np.full((24, 24), 70000, np.int32)):
         Image.fromarray(strange).save(tmp_path / "strange.tif")
-        with pytest.raises(UserError, match="allowed are 8 or 16 bits"):
+        with pytest.raises(UserError, match="must have 8 or 16 bits"):
             folder_module.decode((tmp_path / "strange.tif", "strange.tif"), 24)
 
 
-def test_eight_bits_in_a_larger_container_stay_as_they_are_or_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_eight_bits_in_a_larger_container_are_unchanged_or_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     grey = np.arange(24 * 24).reshape(24, 24) % 256
     Image.fromarray(grey.astype(np.int32)).save(tmp_path / "wide.tif")
     assert folder_module.decode((tmp_path / "wide.tif", "x"), 24) == grey.astype(np.uint8).tobytes() * 3
-    folder_module._tell_of_dark_images.cache_clear()
+    folder_module._warn_of_dark_images.cache_clear()
     for name in ("a.png", "b.png"):
         Image.fromarray(grey.astype(np.uint16) * 16).save(tmp_path / name)
         folder_module.decode((tmp_path / name, name), 24)
@@ -544,7 +545,7 @@ def test_a_class_without_images_and_a_link_to_nowhere_are_one_line(tmp_path: Pat
     (root / "train" / "notes").rmdir()
     with caplog.at_level("WARNING", "fedlens"):
         load_folder(root)
-    assert "1 files and folders in its classes are no images" in caplog.text
+    assert "skipping 1 files and folders" in caplog.text
     link = sorted((root / "train").iterdir())[0] / "zz.png"
     link.symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match="zz"):
@@ -609,7 +610,7 @@ def test_a_hugging_face_image_folder_is_read_by_path(tmp_path: Path, monkeypatch
 def test_a_hugging_face_set_without_the_right_columns_or_splits_is_one_line(tmp_path: Path) -> None:
     made = hf_dict(label="a b")
     made.remove_columns("label").save_to_disk(tmp_path / "unlabelled")
-    with pytest.raises(UserError, match=r"Image and a ClassLabel column; it has img"):
+    with pytest.raises(UserError, match=r"must have an Image and a ClassLabel column; it has img"):
         load_dataset(f"hf:{tmp_path / 'unlabelled'}", tmp_path)
     del made["test"]
     made.save_to_disk(tmp_path / "untested")
@@ -621,11 +622,11 @@ def test_without_download_the_hub_is_not_asked(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("datasets")
     import socket
 
-    asked: list[object] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: asked.append(a) or (_ for _ in ()).throw(OSError("no network")))
+    requests: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: requests.append(a) or (_ for _ in ()).throw(OSError("no network")))
     with pytest.raises(UserError, match="fedlens data prepare hf:nobody/nothing"):
         load_dataset("hf:nobody/nothing", tmp_path)
-    assert asked == []
+    assert requests == []
 
 
 def test_without_the_datasets_library_the_pip_command_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedlens as fl
-from fedlens.demo import chapters
 from fedlens.demo import demo as module
-from fedlens.demo.page import Page
-from fedlens.demo.story import standing
+from fedlens.demo import sections
+from fedlens.demo.html_page import DemoPage
+from fedlens.demo.results import compared
 from fedlens.lens.mask_rules import STRATEGIES, Mask
 from fedlens.overrides import compose
 from fedlens.study.figures import mask_figure
 
-CHAPTERS = ("1. Data", "2. The centralised", "3. FedAvg", "4. Moving a tenth", "5. Task arithmetic", "6. Interference", "Run it yourself")
-FIGURES = 1 + 1 + 4 + 2 + 2 + 4  # by chapter; drawings beside one another count each
+SECTIONS = ("1. Data", "2. The centralised", "3. FedAvg", "4. Moving a tenth", "5. Task arithmetic", "6. Interference", "Run it yourself")
+FIGURES = 1 + 1 + 4 + 2 + 2 + 4  # per section; figures side by side count each
 SHORT = ["federated.rounds=1", "federated.participation=0.1", "federated.local_steps=1", "optim.batch_size=8", "mask.samples=10"]
 
 
-def test_the_demo_tells_its_six_chapters_in_a_page_that_asks_nobody_for_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_tells_its_six_sections_in_a_page_that_asks_nobody_for_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     central = ["train.epochs=1"]
     monkeypatch.setattr(module, "run", lambda o: fl.run([*FAST, *o, *(SHORT if any("fedavg" in x for x in o) else central)]))
     monkeypatch.setattr(module, "RATES", {rule: module.RATES[rule] for rule in ("least_sensitive", "random")})
@@ -39,7 +39,7 @@ def test_the_demo_tells_its_six_chapters_in_a_page_that_asks_nobody_for_anything
     text = page.read_text()
 
     headings = re.findall(r"<h2>(.*?)</h2>", text)
-    assert all(h.startswith(c) for h, c in zip(headings, CHAPTERS, strict=True))
+    assert all(h.startswith(c) for h, c in zip(headings, SECTIONS, strict=True))
     assert text.count("<svg") == FIGURES
     tables = re.findall(r"<thead>(.*?)</thead>", text)
     assert len(tables) == 6
@@ -88,7 +88,7 @@ def test_a_path_of_any_characters_passes_through_an_override(name: str) -> None:
     [(86.0, 85.0, "1.0 points above"), (84.5, 85.0, "0.5 points below"), (85.01, 85.0, "level with")],
 )
 def test_words_for_a_comparison_follow_the_numbers(value: float, reference: float, words: str) -> None:
-    assert standing(value, reference) == words
+    assert compared(value, reference) == words
 
 
 @pytest.mark.parametrize(("alpha", "words"), [(1.5, "stopped short"), (0.5, "went too far"), (1.0, "ended where they should")])
@@ -98,9 +98,9 @@ def test_what_is_said_of_the_chosen_alpha_follows_the_sweep(alpha: float, words:
 
     points = [point(0.0), point(1.0), point(alpha)]
     sweep = {"points": points, "start": points[0], "end": points[1], "chosen": points[2], "norm": 1.0, "density": 0.5}
-    story: Any = SimpleNamespace(sweeps={"dense": sweep, "random": sweep}, ridge=points[0], followed="random", studied="a split")
-    page = Page("title", "lead")
-    chapters.arithmetic(page, story)
+    results: Any = SimpleNamespace(sweeps={"dense": sweep, "random": sweep}, ridge=points[0], followed="random", studied="a split")
+    page = DemoPage("title", "lead")
+    sections.arithmetic(page, results)
     assert page.html().count(words) == 2
 
 

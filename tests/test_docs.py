@@ -6,15 +6,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from fedlens.cli import parser
+from fedlens.cli import main, parser
 from fedlens.data import SOURCES
 from fedlens.overrides import choices, compose, normalise
-from fedlens.study.analyses import wanted
+from fedlens.registry import HOMES, registry
+from fedlens.study.analyses import planned_analyses
 from fedlens.study.plan import read_plan
 
 pytest.importorskip("mkdocs", reason="needs fedlens[docs]")
@@ -128,14 +130,26 @@ class Rows(HTMLParser):
 
 
 def test_the_reference_says_what_every_key_means(site: Path) -> None:
-    from fedlens.config import known_keys
+    from fedlens.config import keys
 
     page = Rows()
     page.feed((site / "reference/configuration.html").read_text())
-    meaning = {row[0]: row[2] for row in page.rows if len(row) == 4}
-    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
-    assert set(meaning) == set(known_keys()) - sections
-    assert not [key for key, said in meaning.items() if not re.search(r"\w", said)]
+    meanings = {row[0]: row[2] for row in page.rows if len(row) == 5}
+    assert set(meanings) == set(keys())
+    assert not [key for key, meaning in meanings.items() if not re.search(r"\w", meaning)]
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    from fedlens.config import keys
+
+    for section in {path.partition(".")[0] for path in keys()}:
+        assert main(["explain", section]) == 0
+    printed = capsys.readouterr().out
+    for path, key in keys().items():
+        assert f"{path}: {key.meaning}\n" in printed
+    assert main(["explain", "server.merge"]) == 0
+    assert "trimmed_mean" in capsys.readouterr().out
+    assert main(["explain", "optim.lrr"]) == 2 and "Did you mean 'optim.lr'" in capsys.readouterr().err
 
 
 def test_the_help_of_run_names_what_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,20 +216,24 @@ def test_python_in_the_documentation_compiles(page: Path) -> None:
 
 @pytest.mark.parametrize("name", EXECUTED)
 def test_python_in_the_documentation_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.lens.mask_rules import STRATEGIES
-    from fedlens.lens.merging import RULES
-
-    known = set(STRATEGIES), set(RULES)
     monkeypatch.chdir(tmp_path)
     (page,) = (page for page in [ROOT / "README.md", *PAGES] if page.stem == name)
     namespace: dict[str, object] = {"__name__": name}
-    try:
+    with registries_restored():
         for text in fences(page, "python"):
             exec(compile(text, str(page), "exec"), namespace)
+
+
+@contextmanager
+def registries_restored() -> Iterator[None]:
+    """Remove what a page registers."""
+    before = {kind: set(registry(kind)) for kind in HOMES}
+    try:
+        yield
     finally:
-        for registry, before in zip((STRATEGIES, RULES), known, strict=True):
-            for rule in set(registry) - before:  # what a page registers goes with the test
-                del registry[rule]
+        for kind, names in before.items():
+            for name in set(registry(kind)) - names:
+                del registry(kind)[name]
 
 
 def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
@@ -223,20 +241,17 @@ def test_the_plan_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
     (tmp_path / "my-plan.yaml").write_text(text)
     plan = read_plan(str(tmp_path / "my-plan.yaml"), seeds=2)
     assert len(plan.runs) == 8
-    assert len(wanted(plan)) == 1
+    assert len(planned_analyses(plan)) == 1
 
 
-def test_the_plan_for_a_rule_of_one_s_own_knows_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.lens.mask_rules import STRATEGIES
-
+def test_the_plan_for_a_rule_of_one_s_own_knows_the_rule(tmp_path: Path) -> None:
     page = ROOT / "docs" / "howto" / "own-rule.md"
     (text,) = fences(page, "yaml")
     (tmp_path / "rules.yaml").write_text(text)
-    (mine,) = (text for text in fences(page, "python") if text.startswith("# mine.py"))
-    monkeypatch.setitem(STRATEGIES, "least_salient", STRATEGIES["random"])  # goes with the test
-    exec(compile(mine, str(page), "exec"), {"__name__": "mine"})
-    plan = read_plan(str(tmp_path / "rules.yaml"))
-    assert (len(plan.runs), len(plan.tunes)) == (9, 3)
+    with registries_restored():
+        exec(compile(fences(page, "python")[0], str(page), "exec"), {"__name__": "mine"})
+        plan = read_plan(str(tmp_path / "rules.yaml"))
+    assert (len(plan.runs), len(plan.tuning)) == (9, 3)
 
 
 def test_the_version_to_cite_is_the_version_of_the_code() -> None:

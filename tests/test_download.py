@@ -1,4 +1,4 @@
-"""Downloads are resumed, checked and atomic; archives give up only the files that were asked for."""
+"""Downloads are resumed, checked and atomic; only the listed members of an archive are unpacked."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""A federation whose sites are elsewhere, over a courier that is a dict: the protocol, what it refuses, what it survives. Flower itself: test_flower.py."""
+"""Server and sites over a transport in memory: the protocol, its checks, and failures. test_flower.py tests Flower itself."""
 
 import asyncio
 import json
@@ -29,12 +29,22 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 import fedlens as fl
-from fedlens.deploy import node, worker
-from fedlens.deploy import wire as on_the_wire
-from fedlens.deploy.federation import Federation, sound_sum
-from fedlens.deploy.node import OPERATIONS, Place, _without_paths, answer, backbone_digest, forget, local_config, mean_update
+from fedlens.deploy import protocol, worker
+from fedlens.deploy import site as site_module
 from fedlens.deploy.programs import SitesOnly
-from fedlens.deploy.wire import LIMIT, Failure, Parcel, Refused, from_upper, upper
+from fedlens.deploy.protocol import MAX_METADATA, Failure, Payload, Rejected, SiteOptions
+from fedlens.deploy.server import RemoteClients, checked_mean
+from fedlens.deploy.site import (
+    OPERATIONS,
+    answer,
+    backbone_digest,
+    clear_cache,
+    from_upper_triangle,
+    hide_paths,
+    local_config,
+    mean_update,
+    upper_triangle,
+)
 from fedlens.engine.local_work import Update
 from fedlens.errors import UserError
 from fedlens.lens.mask import pack_bits, unpack_bits
@@ -53,7 +63,7 @@ BASE = [
     "federated.local_steps=2",
     "federated.rounds=3",
     "federated.eval_every=1",
-    "federated.engine=sequential",
+    "federated.engine=threaded",
     "optim.batch_size=8",
     "optim.lr=0.01",
     "deploy.wait=0",
@@ -62,17 +72,17 @@ SPARSE = ["experiment=fedavg_noniid_sparse", "data.classes_per_client=2", "mask.
 SITES = 3
 HERE = (f"data.root={SMALL_DATA}",)
 
-Spoil = Callable[[str, int, Parcel], Parcel | str | None]  # operation, site, honest answer -> what arrives
+Spoil = Callable[[str, int, Payload], Payload | str | None]  # operation, site, honest answer -> what arrives
 
 
 @dataclass
 class Wire:
-    """Sites in this process, numbered from 70; parcels cross as text and bytes, in the wrong order."""
+    """A transport to sites in this process, numbered from 70. Payloads travel as text and bytes, in reverse order."""
 
     spoil: Spoil = lambda operation, site, reply: reply
-    places: list[Place] = field(default_factory=lambda: [Place(k, SITES, overrides=HERE) for k in range(SITES)])
+    places: list[SiteOptions] = field(default_factory=lambda: [SiteOptions(k, SITES, overrides=HERE) for k in range(SITES)])
     memories: dict[int, dict[str, bytes]] = field(default_factory=dict)
-    asked: list[tuple[str, int, Parcel, int]] = field(default_factory=list)
+    requests: list[tuple[str, int, Payload, int]] = field(default_factory=list)
     away: set[int] = field(default_factory=set)
     by_key: dict[int, int] | None = None  # site -> the K that its key stands for, of SITES
 
@@ -82,20 +92,22 @@ class Wire:
     def sites(self) -> Collection[int]:
         return [70 + k for k in range(len(self.places)) if 70 + k not in self.away]
 
-    def ask(self, operation: str, parcels: Mapping[int, Parcel], deadline: float) -> dict[int, Parcel | Failure]:
-        found: dict[int, Parcel | Failure] = {}
-        for site, parcel in sorted(parcels.items(), reverse=True):
-            arrived = Parcel.read(parcel.told, parcel.tensors)
+    def send(self, operation: str, payloads: Mapping[int, Payload], deadline: float) -> dict[int, Payload | Failure]:
+        replies: dict[int, Payload | Failure] = {}
+        for site, payload in sorted(payloads.items(), reverse=True):
+            arrived = Payload.parse(payload.metadata_json, payload.tensors)
             reply = answer(operation, arrived, self.places[site - 70], self.memories.setdefault(site, {}))
             spoiled = self.spoil(operation, site, reply)
-            self.asked.append((operation, site, arrived, reply.size))
+            self.requests.append((operation, site, arrived, reply.size))
             if spoiled is not None:
-                found[site] = Failure.of(spoiled) if isinstance(spoiled, str) else Parcel.read(spoiled.told, spoiled.tensors)
-        return found
+                replies[site] = Failure.of(spoiled) if isinstance(spoiled, str) else Payload.parse(spoiled.metadata_json, spoiled.tensors)
+        return replies
 
 
 def federate(path: Path, wire: Wire, *overrides: str) -> Run:
-    return execute(compose([*BASE, f"run.dir={path}", "run.if_exists=resume", *overrides]), clients=lambda bench: Federation(bench, wire))
+    return execute(
+        compose([*BASE, f"run.dir={path}", "run.if_exists=resume", *overrides]), clients=lambda bench: RemoteClients(bench, wire)
+    )
 
 
 def same(a: Run, b: Run) -> bool:
@@ -103,7 +115,7 @@ def same(a: Run, b: Run) -> bool:
 
 
 def close(a: Run, b: Run) -> bool:
-    """Sites add their clients' ridge sums up before the server does: in float64, but not in its order."""
+    """Return whether two runs agree up to the order of additions: sites add their clients' ridge sums before the server does."""
     return all(float((a.state[name] - tensor).norm()) <= 1e-6 * float(tensor.norm()) for name, tensor in b.state.items())
 
 
@@ -122,7 +134,7 @@ def close(a: Run, b: Run) -> bool:
     ],
     ids=lambda options: " ".join(options)[:60] or "dense",
 )
-def test_sites_apart_train_what_one_process_trains(tmp_path: Path, options: list[str]) -> None:
+def test_a_federation_gives_the_parameters_of_one_process(tmp_path: Path, options: list[str]) -> None:
     here = fl.run([*BASE, *options, f"run.dir={tmp_path / 'here'}"])
     apart = federate(tmp_path / "apart", Wire(), *options)
     assert close(here, apart) and here.mask == apart.mask
@@ -142,22 +154,22 @@ def test_every_byte_is_counted_and_only_active_coordinates_travel(tmp_path: Path
     sparse = federate(tmp_path / "sparse", wires["sparse"], *SPARSE, "mask.scope=central")
     up = {}
     for name, run in (("dense", dense), ("sparse", sparse)):
-        asked = wires[name].asked
-        assert run.summary["bytes_down"] == sum(parcel.size for _, _, parcel, _ in asked)
-        assert run.summary["bytes_up"] == sum(size for *_, size in asked)
-        up[name] = sum(size for operation, *_, size in asked if operation == "update")
+        requests = wires[name].requests
+        assert run.summary["bytes_down"] == sum(payload.size for _, _, payload, _ in requests)
+        assert run.summary["bytes_up"] == sum(size for *_, size in requests)
+        up[name] = sum(size for operation, *_, size in requests if operation == "update")
     assert 0.095 < up["sparse"] / up["dense"] < 0.12
-    updates = [parcel for operation, _, parcel, _ in wires["sparse"].asked if operation == "update"]
-    bitmaps = [parcel for parcel in updates if b'"mask"' in parcel.tensors[:600]]
-    assert len(bitmaps) == len({site for operation, site, *_ in wires["sparse"].asked if operation == "update"})  # indices once
+    updates = [payload for operation, _, payload, _ in wires["sparse"].requests if operation == "update"]
+    bitmaps = [payload for payload in updates if b'"mask"' in payload.tensors[:600]]
+    assert len(bitmaps) == len({site for operation, site, *_ in wires["sparse"].requests if operation == "update"})  # indices once
     assert len(updates) > len(bitmaps)
 
 
-def test_what_is_on_the_server_is_not_told_and_what_is_at_a_site_is_its_own(tmp_path: Path) -> None:
+def test_paths_of_the_server_stay_there_and_a_site_sets_its_own(tmp_path: Path) -> None:
     wire = Wire()
     federate(tmp_path / "secret-place", wire)
-    told = "".join(parcel.told for _, _, parcel, _ in wire.asked)
-    assert "secret-place" not in told and str(SMALL_DATA) not in told
+    sent = "".join(payload.metadata_json for _, _, payload, _ in wire.requests)
+    assert "secret-place" not in sent and str(SMALL_DATA) not in sent
     config = compose(
         [*BASE, "data.root=/etc", "data.download=true", "model.weights=/etc/passwd", "mask.strategy=random", "mask.path=/etc/x"]
     )
@@ -165,42 +177,42 @@ def test_what_is_on_the_server_is_not_told_and_what_is_at_a_site_is_its_own(tmp_
     assert (there.data.root, there.data.download, there.mask.path, there.run.dir) == ("/mine", False, None, None)
     assert there.model.weights != "/etc/passwd"
     assert there.optim == config.optim and there.federated == config.federated
-    with pytest.raises(UserError, match="the rest is the server's to say"):
+    with pytest.raises(UserError, match="the server sets all other keys"):
         local_config(to_yaml(config), ["optim.lr=1"])
 
 
 # --- what arrives ----------------------------------------------------------------------------------------------------
 
 
-def spoiled(kind: str, reply: Parcel, size: int = 0) -> Parcel | str:
+def spoiled(kind: str, reply: Payload, size: int = 0) -> Payload | str:
     tensors: dict[str, Tensor] = reply.unpack({}) if not reply.tensors else fl_load(reply.tensors)
     if kind == "nan":
-        return Parcel.of({}, {**tensors, "deltas": torch.full_like(tensors["deltas"], float("nan"))})
+        return Payload.pack({}, {**tensors, "deltas": torch.full_like(tensors["deltas"], float("nan"))})
     if kind == "shape":
-        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"][:, :-1].contiguous()})
+        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"][:, :-1].contiguous()})
     if kind == "type":
-        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"].double()})
+        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"].double()})
     if kind == "names":
-        return Parcel.of({}, {**tensors, "more": torch.zeros(1)})
+        return Payload.pack({}, {**tensors, "more": torch.zeros(1)})
     if kind == "huge":
-        return Parcel.of({}, {**tensors, "deltas": tensors["deltas"] * 1e6})
+        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"] * 1e6})
     if kind == "garbage":
-        return Parcel({}, b"\x80\x04\x95garbage" * 50)
+        return Payload({}, b"\x80\x04\x95garbage" * 50)
     if kind == "truncated":
-        return Parcel({}, reply.tensors[: len(reply.tensors) // 2])
+        return Payload({}, reply.tensors[: len(reply.tensors) // 2])
     if kind == "flood":
-        return Parcel({}, reply.tensors + b"\0" * 10**6)
+        return Payload({}, reply.tensors + b"\0" * 10**6)
     if kind == "nothing":
-        return Parcel({}, b"")
+        return Payload({}, b"")
     if kind == "error":
-        return Parcel({"error": "no disk\nand more"})
+        return Payload({"error": "no disk\nand more"})
     if kind == "forger":
-        return Parcel.of({}, {**tensors, "x\n2026-01-01 | ERROR | forged": torch.zeros(1)})
+        return Payload.pack({}, {**tensors, "x\n2026-01-01 | ERROR | forged": torch.zeros(1)})
     if kind.startswith("steps"):  # of two; FedNova would make up for the one that it seems to have missed
         wrong = {"steps nan": float("nan"), "steps inf": float("inf"), "steps half": 1.5, "steps one": 1.0}[kind]
-        return Parcel.of({}, {**tensors, "notes": tensors["notes"].index_fill(1, torch.tensor([2]), wrong)})
+        return Payload.pack({}, {**tensors, "notes": tensors["notes"].index_fill(1, torch.tensor([2]), wrong)})
     if kind == "liar":
-        return Parcel.of({}, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
+        return Payload.pack({}, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
     return "Flower says that it is gone"
 
 
@@ -219,23 +231,23 @@ def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog
     """Site 71 (clients 1 and 4) misbehaves in every round; the rest is what honest sites alone would have learned."""
     options = ["federated.participation=1", "server.norm_bound=10", "federated.rounds=2"]
 
-    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         return spoiled(kind, reply) if operation == "update" and site == 71 else reply
 
     silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "update" and s == 71 else r), *options)
     caplog.set_level(logging.WARNING, "fedlens")
-    found = federate(tmp_path / "found", Wire(bad), *options)
-    assert same(found, silent)
-    counts = {key: found.summary[key] for key in ("nonfinite", "refused", "dropped")}
+    run = federate(tmp_path / "run", Wire(bad), *options)
+    assert same(run, silent)
+    counts = {key: run.summary[key] for key in ("nonfinite", "refused", "dropped")}
     assert sum(counts.values()) == 4, counts
     assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error") else "refused"] == 4, counts
-    assert [line["clients"] for line in found.metrics] == [4, 4]
+    assert [line["clients"] for line in run.metrics] == [4, 4]
     assert all("\n" not in record.getMessage() for record in caplog.records) and len(caplog.records) >= 2
 
 
 @pytest.mark.parametrize("kind", ["labels of any size", "features of any size", "more samples", "no features", "a class that takes away"])
 def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind: str) -> None:
-    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation != "ridge" or site != 71:
             return reply
         tensors = fl_load(reply.tensors)
@@ -244,7 +256,7 @@ def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind
         elif kind == "features of any size":  # a true Gram matrix, of as many samples
             size = tensors["b"].shape[-2]
             scale = torch.where(torch.arange(size) < size - 1, 1e9, 1.0).double()
-            tensors["A"] = upper(from_upper(tensors["A"][0], size) * scale[:, None] * scale)[None]
+            tensors["A"] = upper_triangle(from_upper_triangle(tensors["A"][0], size) * scale[:, None] * scale)[None]
             tensors["b"] = tensors["b"] * scale[:, None]
         elif kind == "more samples":
             tensors = {name: 1000 * tensor for name, tensor in tensors.items()}
@@ -253,10 +265,10 @@ def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind
         else:
             tensors["b"][..., -1, 0] -= 1000
             tensors["b"][..., -1, 1] += 1000
-        return Parcel.of({}, tensors)
+        return Payload.pack({}, tensors)
 
     silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "ridge" and s == 71 else r), "federated.rounds=1")
-    assert same(federate(tmp_path / "found", Wire(bad), "federated.rounds=1"), silent)
+    assert same(federate(tmp_path / "run", Wire(bad), "federated.rounds=1"), silent)
 
 
 @pytest.mark.parametrize("operation", ["ridge", "sensitivity"])
@@ -264,44 +276,46 @@ def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind
 def test_bad_sums_are_left_out(tmp_path: Path, operation: str, kind: str) -> None:
     options = [*SPARSE, "federated.rounds=1"]
 
-    def bad(asked: str, site: int, reply: Parcel) -> Parcel | str | None:
-        if asked != operation or site != 71:
+    def bad(current: str, site: int, reply: Payload) -> Payload | str | None:
+        if current != operation or site != 71:
             return reply
         if kind == "garbage":
-            return Parcel({}, b"garbage")
+            return Payload({}, b"garbage")
         tensors = fl_load(reply.tensors)
-        return Parcel.of({}, {name: torch.full_like(tensor, float("nan") if kind == "nan" else -1.0) for name, tensor in tensors.items()})
+        return Payload.pack(
+            {}, {name: torch.full_like(tensor, float("nan") if kind == "nan" else -1.0) for name, tensor in tensors.items()}
+        )
 
     silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == operation and s == 71 else r), *options)
-    found = federate(tmp_path / "found", Wire(bad), *options)
-    assert same(found, silent) and found.mask == silent.mask
+    run = federate(tmp_path / "run", Wire(bad), *options)
+    assert same(run, silent) and run.mask == silent.mask
 
 
-def test_head_without_any_sound_sums_is_told_in_one_line(tmp_path: Path) -> None:
-    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+def test_a_head_without_any_sound_sums_is_an_error(tmp_path: Path) -> None:
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation != "ridge":
             return reply
-        return Parcel.of({}, {name: -tensor for name, tensor in fl_load(reply.tensors).items()})
+        return Payload.pack({}, {name: -tensor for name, tensor in fl_load(reply.tensors).items()})
 
-    with pytest.raises(UserError, match="no client's sums for the ridge head are sound"):
+    with pytest.raises(UserError, match="no client sent valid sums for the ridge head"):
         federate(tmp_path / "r", Wire(bad))
 
 
-def test_bad_sensitivities_count_for_nothing_in_fisher_merging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def bad(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+def test_invalid_sensitivities_have_no_weight_in_fisher_merging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation != "fisher" or site != 71:
             return reply
-        return Parcel.of({}, {"fishers": -fl_load(reply.tensors)["fishers"]})
+        return Payload.pack({}, {"fishers": -fl_load(reply.tensors)["fishers"]})
 
     caplog.set_level(logging.WARNING, "fedlens")
     run = federate(
         tmp_path / "r", Wire(bad), "server.merge=fisher", "server.fisher_samples=4", "federated.participation=1", "federated.rounds=1"
     )
-    assert run.finished and "client 1 counts for nothing" in caplog.text and "client 4 counts for nothing" in caplog.text
+    assert run.finished and "client 1 has no weight" in caplog.text and "client 4 has no weight" in caplog.text
 
 
-def test_the_same_weights_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site with a GPU, or with another torch, is no stranger; one with other weights is."""
+def test_the_backbone_digest_depends_on_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a GPU nor another torch version changes it."""
     bench = set_up(compose([*BASE, *HERE]))
     here = backbone_digest(bench)
     monkeypatch.setattr(torch, "__version__", "2.6.0")
@@ -316,12 +330,12 @@ def test_the_same_weights_are_the_same_on_every_machine(monkeypatch: pytest.Monk
 # --- who comes and goes ----------------------------------------------------------------------------------------------
 
 
-def test_a_site_that_dies_is_missed_and_welcome_again(tmp_path: Path) -> None:
-    """It misses a round; started anew it has forgotten head and mask, says so, and gets them again."""
+def test_a_site_that_dies_misses_a_round_and_rejoins(tmp_path: Path) -> None:
+    """After the restart it lacks head and mask and gets them again."""
     wire = Wire()
     rounds = 0
 
-    def dies(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def dies(operation: str, site: int, reply: Payload) -> Payload | str | None:
         nonlocal rounds
         rounds += operation == "update" and site == 72
         if operation == "update" and site == 72 and rounds == 2:
@@ -333,18 +347,18 @@ def test_a_site_that_dies_is_missed_and_welcome_again(tmp_path: Path) -> None:
     run = federate(tmp_path / "r", wire, *SPARSE, "federated.participation=1", "federated.rounds=4")
     assert [line["clients"] for line in run.metrics] == [6, 4, 6, 6]
     assert run.summary["dropped"] == 2
-    sent = [bool(p.facts["sent"]) for operation, site, p, _ in wire.asked if operation == "update" and site == 72]
-    assert sent == [True, False, True, False]  # after a failure the server sends them of its own accord
+    sent = [bool(p.metadata["sent"]) for operation, site, p, _ in wire.requests if operation == "update" and site == 72]
+    assert sent == [True, False, True, False]  # after a failure the server sends them without a request
     wire.memories.clear()
-    wire.asked.clear()
+    wire.requests.clear()
     again = federate(tmp_path / "again", wire, *SPARSE, "federated.rounds=1")
     assert again.finished
 
 
-def test_a_site_that_forgot_is_told_again_within_the_round(tmp_path: Path) -> None:
+def test_a_site_without_head_and_mask_gets_them_within_the_round(tmp_path: Path) -> None:
     wire = Wire()
 
-    def forgets(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def forgets(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation == "update":
             wire.memories[site] = {}
         return reply
@@ -354,13 +368,13 @@ def test_a_site_that_forgot_is_told_again_within_the_round(tmp_path: Path) -> No
     assert same(federate(tmp_path / "r", wire, *SPARSE), whole)
 
 
-def test_a_site_that_has_gone_by_the_time_its_answer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers, too few others do, and before they are asked again it is gone: its answer counts."""
+def test_the_reply_of_a_site_that_has_left_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers and leaves before the server repeats the request to the others."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     wire, options = Wire(), ["federated.participation=1", "federated.rounds=1", "deploy.min_fraction=0.6"]
 
-    def late(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        first = operation == "update" and sum(o == "update" for o, *_ in wire.asked) < 3
+    def late(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        first = operation == "update" and sum(o == "update" for o, *_ in wire.requests) < 3
         if first and site == 70:
             wire.away = {70}
         return "late" if first and site != 70 else reply
@@ -370,10 +384,10 @@ def test_a_site_that_has_gone_by_the_time_its_answer_is_read(tmp_path: Path, mon
     assert run.metrics[0]["clients"] == 6 and same(run, federate(tmp_path / "whole", Wire(), *options))
 
 
-def test_sites_that_leave_and_come_are_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_notices_sites_that_leave_and_return(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire()
 
-    def moves(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def moves(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation == "update":
             wire.away = {70} if not wire.away else set()
         return reply
@@ -386,30 +400,30 @@ def test_sites_that_leave_and_come_are_seen(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_site_that_is_still_busy_at_the_start_is_greeted_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a server was killed its sites end what they were doing for it first; one that does not fit is not asked over and over."""
+    """Sites first finish their work for a server that was killed. A site that was rejected is not greeted again."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     wire = Wire()
 
-    def busy(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        greeted = [s for o, s, *_ in wire.asked if o == "hello"]
+    def busy(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        greeted = [s for o, s, *_ in wire.requests if o == "hello"]
         return reply if operation != "hello" or (site == 71 and greeted.count(71) >= 3) or site == 70 else "no" if site == 72 else None
 
     wire.spoil = busy
     run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=1", "deploy.wait=2")
-    greeted = [site for operation, site, *_ in wire.asked if operation == "hello"]
+    greeted = [site for operation, site, *_ in wire.requests if operation == "hello"]
     assert run.metrics[0]["clients"] == 4
     assert greeted.count(70) == 1 and greeted.count(71) == 4 and greeted.count(72) == 1
 
 
-def test_who_was_silent_at_the_start_is_not_waited_for_again_at_once(tmp_path: Path) -> None:
+def test_a_site_that_was_silent_at_the_start_does_not_delay_the_first_round(tmp_path: Path) -> None:
     wire = Wire(spoil=lambda operation, site, reply: None if operation == "hello" and site == 72 else reply)
     run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=2")
     assert [line["clients"] for line in run.metrics] == [4, 4]
-    assert [site for operation, site, *_ in wire.asked if operation == "hello"].count(72) == 1
+    assert [site for operation, site, *_ in wire.requests if operation == "hello"].count(72) == 1
 
 
-def test_where_every_round_is_kept_it_is_on_disk_before_the_next_model_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Done again with other answers, a round would be another model under the same noise (privacy.noise), and the difference of the two bare updates."""
+def test_with_a_checkpoint_per_round_it_is_written_before_the_next_model_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated round could receive different updates; under the same noise the difference would reveal them."""
     writing = store.save_file
 
     def slow(tensors: Any, path: Path) -> None:
@@ -419,8 +433,8 @@ def test_where_every_round_is_kept_it_is_on_disk_before_the_next_model_leaves(tm
     monkeypatch.setattr(store, "save_file", slow)
     wire, seen = Wire(), []
 
-    def looks(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        if operation == "update" and site == 72:  # the first that is asked
+    def looks(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        if operation == "update" and site == 72:  # the first site to receive the request
             seen.append(len(list((tmp_path / "r" / "checkpoints").glob("step-*"))))
         return reply
 
@@ -430,42 +444,42 @@ def test_where_every_round_is_kept_it_is_on_disk_before_the_next_model_leaves(tm
     assert seen == [0, 1, 2]
 
 
-def test_a_site_that_says_nothing_between_rounds_holds_up_one_of_them(tmp_path: Path) -> None:
+def test_a_silent_site_delays_only_one_round(tmp_path: Path) -> None:
     wire = Wire()
     wire.away = {72}
 
-    def comes(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def comes(operation: str, site: int, reply: Payload) -> Payload | str | None:
         wire.away = set()
         return None if operation == "hello" and site == 72 else reply
 
     wire.spoil = comes
     run = federate(tmp_path / "r", wire, "federated.participation=1", "federated.rounds=4")
     assert [line["clients"] for line in run.metrics] == [4, 4, 4, 4]
-    assert [site for operation, site, *_ in wire.asked if operation == "hello"].count(72) == 1
+    assert [site for operation, site, *_ in wire.requests if operation == "hello"].count(72) == 1
 
 
-def test_too_few_answers_stop_the_run_which_then_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_answers_stop_the_run_and_it_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     wire, options = Wire(), ["federated.participation=1", "deploy.min_fraction=0.9"]
     whole = federate(tmp_path / "whole", Wire(), *options)
 
-    def fails(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        late = operation == "update" and sum(o == "update" for o, *_ in wire.asked) >= 4
+    def fails(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        late = operation == "update" and sum(o == "update" for o, *_ in wire.requests) >= 4
         return "the line is dead" if late and site == 71 else reply
 
     wire.spoil = fails
-    with pytest.raises(UserError, match=r"round 2: 4 of 6 clients have answered, deploy.min_fraction=0.9 asks for more"):
+    with pytest.raises(UserError, match=r"round 2: 4 of 6 clients answered, fewer than deploy.min_fraction=0.9"):
         federate(tmp_path / "r", wire, *options)
-    assert sum(o == "update" for o, *_ in wire.asked) == 3 + 3 + 1 + 1  # asked again: only those who were missing
+    assert sum(o == "update" for o, *_ in wire.requests) == 3 + 3 + 1 + 1  # repeated only to the missing sites
     wire.spoil = lambda operation, site, reply: reply
     resumed = federate(tmp_path / "r", wire, *options)
     assert same(resumed, whole) and [line["round"] for line in resumed.metrics] == [1, 2, 3]
 
 
-def test_nobody_comes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"deploy.wait: 0 of 6 clients after 0 s"):
+def test_too_few_clients_at_the_start_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"deploy.wait: 0 of 6 clients came within 0 s"):
         federate(tmp_path / "r", Wire(places=[]))
-    half = Wire(places=[Place(0, SITES, overrides=HERE)])
+    half = Wire(places=[SiteOptions(0, SITES, overrides=HERE)])
     with pytest.raises(UserError, match=r"2 of 6 clients"):
         federate(tmp_path / "half", half)
     run = federate(tmp_path / "few", half, "deploy.min_fraction=0.3", "federated.participation=1", "federated.rounds=1")
@@ -475,35 +489,37 @@ def test_nobody_comes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"clients": "all"}, "does not say which clients"),
-        ({"samples": [0, 5]}, "does not say which clients"),
-        ({"samples": [5]}, "does not say which clients"),
-        ({"clients": [True, 1]}, "does not say which clients"),
-        ({"backbone": "0" * 64}, "pretrained weights are others"),
-        ({"classes": ["a", "b"]}, "classes are others"),
+        ({"clients": "all"}, "does not report its clients"),
+        ({"samples": [0, 5]}, "does not report its clients"),
+        ({"samples": [5]}, "does not report its clients"),
+        ({"clients": [True, 1]}, "does not report its clients"),
+        ({"backbone": "0" * 64}, "its pretrained weights differ"),
+        ({"classes": ["a", "b"]}, "its classes, or their order, differ"),
         ({"error": "no data here"}, "no data here"),
         ({"samples": [10**12, 5]}, "deploy.max_samples is 1,000,000"),
         ({"clients": [3, 3]}, "names 2 clients, one of them twice"),
         ({"clients": [*range(9, 30_009)], "samples": [1] * 30_000}, "names 30,000 clients"),
     ],
 )
-def test_a_site_that_does_not_fit_is_left_out(tmp_path: Path, facts: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_with_an_invalid_hello_is_left_out(
+    tmp_path: Path, facts: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "fedlens")
 
-    def lies(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        return Parcel({**reply.facts, **facts}) if operation == "hello" and site == 70 else reply
+    def lies(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        return Payload({**reply.metadata, **facts}) if operation == "hello" and site == 70 else reply
 
     run = federate(tmp_path / "r", Wire(lies), "federated.rounds=1", "federated.participation=1")
     assert run.metrics[0]["clients"] == 4
-    told = [record.getMessage() for record in caplog.records if "site 70 is left out" in record.getMessage()]
-    assert len(told) == 1 and why in told[0]  # not asked again at every turn
+    warnings = [record.getMessage() for record in caplog.records if "site 70 is left out" in record.getMessage()]
+    assert len(warnings) == 1 and why in warnings[0]  # not greeted again in every round
 
 
-def test_a_site_of_another_version_is_told_and_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_of_another_version_joins_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "fedlens")
 
-    def old(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
-        return Parcel({**reply.facts, "fedlens": "0.0.1"}) if operation == "hello" and site == 71 else reply
+    def old(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        return Payload({**reply.metadata, "fedlens": "0.0.1"}) if operation == "hello" and site == 71 else reply
 
     run = federate(tmp_path / "r", Wire(old), "federated.rounds=1", "federated.participation=1")
     assert run.metrics[0]["clients"] == 6
@@ -511,97 +527,97 @@ def test_a_site_of_another_version_is_told_and_taken(tmp_path: Path, caplog: pyt
 
 
 def test_a_site_that_comes_back_with_other_weights_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Started anew between two rounds, so that nobody has greeted it since."""
+    """It restarts between two rounds, without another hello."""
     other = {name: tensor * 1.1 for name, tensor in set_up(compose(BASE)).model.state_dict().items() if not name.startswith("head.")}
     save_file(other, tmp_path / "other.safetensors")
     wire = Wire()
 
-    def restarts(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def restarts(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation == "update" and site == 72:
-            wire.places[2] = Place(2, SITES, overrides=(*HERE, f"model.weights={tmp_path / 'other.safetensors'}"))
+            wire.places[2] = SiteOptions(2, SITES, overrides=(*HERE, f"model.weights={tmp_path / 'other.safetensors'}"))
         return reply
 
     wire.spoil = restarts
     caplog.set_level(logging.WARNING, "fedlens")
     run = federate(tmp_path / "r", wire, "federated.participation=1")
     assert [line["clients"] for line in run.metrics] == [6, 4, 4]
-    assert "its pretrained weights are others than the server's" in caplog.text
+    assert "pretrained weights differ from the server's" in caplog.text
 
 
-def test_a_site_with_other_data_than_it_said_is_greeted_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_with_other_data_than_it_reported_is_greeted_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     roots = [tmp_path / str(k) for k in range(SITES)]
     for root in roots:
         shutil.copytree(SMALL_DATA / "train", root / "train")
-    wire = Wire(places=[Place(k, SITES, own=True, overrides=(f"data.root={root}",)) for k, root in enumerate(roots)])
+    wire = Wire(places=[SiteOptions(k, SITES, own_data=True, overrides=(f"data.root={root}",)) for k, root in enumerate(roots)])
     seen: list[int] = []
 
-    def gets_more(operation: str, site: int, reply: Parcel) -> Parcel | str | None:
+    def gets_more(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation == "update" and site == 72 and not seen:
             seen.append(site)
             image = next((roots[2] / "train" / "0").glob("*.png"))
             shutil.copy(image, image.with_name("more.png"))
-            forget()  # as a site's new process would have
+            clear_cache()
         return reply
 
     wire.spoil = gets_more
     caplog.set_level(logging.WARNING, "fedlens")
     run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.participation=1", "federated.rounds=4")
     assert [line["clients"] for line in run.metrics] == [3, 2, 3, 3]
-    assert run.summary["refused"] == 1 and "has other data than it said" in caplog.text
+    assert run.summary["refused"] == 1 and "has other data than it reported" in caplog.text
 
 
 def test_no_site_takes_the_clients_of_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "fedlens")
-    twice = Wire(places=[Place(k % SITES, SITES, overrides=HERE) for k in range(SITES + 1)])
+    twice = Wire(places=[SiteOptions(k % SITES, SITES, overrides=HERE) for k in range(SITES + 1)])
     run = federate(tmp_path / "r", twice, "federated.rounds=1", "federated.participation=1")
-    assert run.metrics[0]["clients"] == 6 and "client 3 is claimed by site 73 too; it stays with site 70" in caplog.text
-    assert not [site for operation, site, *_ in twice.asked if site == 73 and operation != "hello"]
+    assert run.metrics[0]["clients"] == 6 and "site 73 claims client 3 too; it stays with site 70" in caplog.text
+    assert not [site for operation, site, *_ in twice.requests if site == 73 and operation != "hello"]
 
 
 def test_a_site_has_the_clients_that_its_key_stands_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Started as the only site of a federation it would have them all; its key says that it is the first of three."""
+    """It is started as the only site, which would have all clients; its key makes it the first of three."""
     caplog.set_level(logging.WARNING, "fedlens")
-    places = [Place(0, 1, overrides=HERE), *(Place(k, SITES, overrides=HERE) for k in range(SITES))]
+    places = [SiteOptions(0, 1, overrides=HERE), *(SiteOptions(k, SITES, overrides=HERE) for k in range(SITES))]
     wire = Wire(places=places, by_key={70: 0, 71: 0, 72: 1, 73: 2})
     run = federate(tmp_path / "r", wire, "federated.rounds=1", "federated.participation=1")
-    assert "site 70 claims client 1, which is not one of those that its key stands for; refused" in caplog.text
-    asked = {site: parcel.facts["clients"] for operation, site, parcel, _ in wire.asked if operation == "update"}
-    assert asked == {70: [0, 3], 72: [1, 4], 73: [2, 5]} and run.metrics[0]["clients"] == 6
+    assert "site 70 claims client 1, which its key does not stand for; rejected" in caplog.text
+    clients = {site: payload.metadata["clients"] for operation, site, payload, _ in wire.requests if operation == "update"}
+    assert clients == {70: [0, 3], 72: [1, 4], 73: [2, 5]} and run.metrics[0]["clients"] == 6
 
 
 def test_after_a_restart_clients_stay_with_the_sites_that_had_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A site that claims what was another's finds it taken, though it comes first; once the other is gone for good it gets it."""
+    """A site cannot claim another site's clients while that site is connected."""
     options = ["federated.participation=1", "federated.rounds=2", "federated.target_accuracy=0.01"]  # stops after a round
     run = federate(tmp_path / "r", Wire(), *options)
     state = json.loads(next((run.path / "checkpoints").glob("step-*1/state.json")).read_text())
-    assert state["registry"]["4"]["site"] == 71 and state["registry"]["4"]["samples"] > 0
+    assert state["clients"]["registry"]["4"]["site"] == 71 and state["clients"]["registry"]["4"]["samples"] > 0
     (run.path / "summary.json").unlink()
     (run.path / "config.yaml").write_text((run.path / "config.yaml").read_text().replace("target_accuracy: 0.01", "target_accuracy: null"))
-    thief = Wire(places=[Place(k, SITES, overrides=HERE) for k in (2, 1, 0)])  # 70 says that it is site 2, 72 that it is site 0
+    thief = Wire(places=[SiteOptions(k, SITES, overrides=HERE) for k in (2, 1, 0)])  # 70 says that it is site 2, 72 that it is site 0
     caplog.set_level(logging.WARNING, "fedlens")
     again = federate(tmp_path / "r", thief, *options[:2], "deploy.min_fraction=0.3")
-    assert "client 2 is claimed by site 70 too; it stays with site 72" in caplog.text
+    assert "site 70 claims client 2 too; it stays with site 72" in caplog.text
     assert [line["clients"] for line in again.metrics] == [6, 2]
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
-    """Each has the training images of some classes and nothing else: classes go by their names, not by where they come in a listing."""
-    root, kept = tmp_path / "sites", {0: "123", 1: "7", 2: "0589"}
-    for k, classes in kept.items():
+    """Each has the training images of some classes only; classes are matched by name."""
+    root, held = tmp_path / "sites", {0: "123", 1: "7", 2: "0589"}
+    for k, classes in held.items():
         for name in classes:
             shutil.copytree(SMALL_DATA / "train" / name, root / str(k) / "train" / name)
-    wire = Wire(places=[Place(k, SITES, own=True, overrides=(f"data.root={root / str(k)}",)) for k in kept])
+    wire = Wire(places=[SiteOptions(k, SITES, own_data=True, overrides=(f"data.root={root / str(k)}",)) for k in held])
     run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.participation=1", "data.val_fraction=0.3")
     assert [line["clients"] for line in run.metrics] == [3, 3, 3]
-    registry = json.loads(next((run.path / "checkpoints").glob("step-*3/state.json")).read_text())["registry"]
-    assert {int(k): v["samples"] for k, v in registry.items()} == {k: len(list((root / str(k)).rglob("*.png"))) for k in kept}
+    registry = json.loads(next((run.path / "checkpoints").glob("step-*3/state.json")).read_text())["clients"]["registry"]
+    assert {int(k): v["samples"] for k, v in registry.items()} == {k: len(list((root / str(k)).rglob("*.png"))) for k in held}
     # classes 4 and 6 are nowhere; those that are somewhere are known to the head, each under its own number
     bench = set_up(compose([*BASE, "data.val_fraction=0.3"]))
     bench.model.load_state_dict(run.start)
     accuracy = bench.evaluate(bench.val)[1]
     known = [i for i, label in enumerate(bench.val.labels.tolist()) if label not in (4, 6)]
     assert accuracy > 0.7 * len(known) / len(bench.val)
-    strange = Wire(places=[Place(0, 1, own=True, overrides=(f"data.root={tmp_path / 'strange'}",))])
+    strange = Wire(places=[SiteOptions(0, 1, own_data=True, overrides=(f"data.root={tmp_path / 'strange'}",))])
     shutil.copytree(SMALL_DATA / "train" / "1", tmp_path / "strange" / "train" / "one")
     with pytest.raises(UserError, match=r"deploy\.wait: 0 of 3"):
         federate(tmp_path / "s", strange, "federated.clients=3")
@@ -625,109 +641,109 @@ def test_a_site_reads_its_own_values_as_a_run_does(value: str) -> None:
         ("hiv_positive", "hiv_positive/train/0/HIV: Jane.png: not a readable image"),
     ],
 )
-def test_what_goes_wrong_at_a_site_is_told_without_names_of_its_files(root: str, text: str) -> None:
-    told = _without_paths(text, Place(0, 1, True, (f"data.root={root}",)))
-    assert told.endswith("…: not a readable image") and not any(word in told for word in ("Jane", "Doe", "x/a", "hiv", "HIV"))
+def test_errors_of_a_site_hide_its_file_names(root: str, text: str) -> None:
+    shown = hide_paths(text, SiteOptions(0, 1, True, (f"data.root={root}",)))
+    assert shown.endswith("…: not a readable image") and not any(word in shown for word in ("Jane", "Doe", "x/a", "hiv", "HIV"))
 
 
-def test_a_site_that_reads_slowly_keeps_what_it_has_read_for_the_next_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_site_keeps_its_data_for_the_next_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[float] = []
-    monkeypatch.setattr(node, "forget", lambda: forgotten.append(worker.SLOW))
-    monkeypatch.setattr(worker, "do", lambda *_: Parcel({}))
-    monkeypatch.setattr(worker, "_late", -worker.STALE)
+    monkeypatch.setattr(site_module, "clear_cache", lambda: forgotten.append(worker.SLOW_HELLO))
+    monkeypatch.setattr(worker, "perform", lambda *_: Payload({}))
+    monkeypatch.setattr(worker, "_slow_hello_at", -worker.HELLO_RETRY)
     for slow in (20.0, -1.0, -1.0, 20.0, 20.0):  # seconds that count as slow: none of these greetings takes so long, or each does
-        monkeypatch.setattr(worker, "SLOW", slow)
+        monkeypatch.setattr(worker, "SLOW_HELLO", slow)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            worker.send(ours, {"operation": "hello", "facts": {}, "place": asdict(Place(0, 1))}, b"", {})
-            assert worker._served(theirs)
+            worker.send(ours, {"operation": "hello", "metadata": {}, "options": asdict(SiteOptions(0, 1))}, b"", {})
+            assert worker._serve_one(theirs)
     assert forgotten == [20.0, -1.0, 20.0]  # not after the two that were slow
 
 
-def test_a_finished_run_of_what_is_no_longer_allowed_can_be_read(tmp_path: Path) -> None:
+def test_a_finished_run_with_a_configuration_that_is_now_invalid_can_be_read(tmp_path: Path) -> None:
     sent = compose([*BASE, "federated.algorithm=scaffold", "optim.momentum=0"])
     sent.privacy.clip = 1.0
     (tmp_path / "config.yaml").write_text(to_yaml(sent))
     assert fl.load_run(tmp_path).config.privacy.clip == 1.0
-    with pytest.raises(UserError, match="scaffold's control variates"):
+    with pytest.raises(UserError, match=r"privacy\.clip does not work with scaffold"):
         fl.load_run(tmp_path).resume()
 
 
-def test_a_sum_beyond_the_range_ends_the_run_and_is_not_asked_for_again(tmp_path: Path) -> None:
-    """A second sum of the round, of other sites, would differ from the first by their updates."""
-    asked: list[Mapping[int, int]] = []
+def test_a_mean_beyond_the_range_ends_the_run_without_another_request(tmp_path: Path) -> None:
+    """A second sum of the round, over other sites, would differ from the first by their updates."""
+    calls: list[Mapping[int, int]] = []
 
     class Secret(Wire):
         def secure_mean(
-            self, parcels: Mapping[int, Parcel], *_: Any, size: int, samples: Mapping[int, int], **__: Any
+            self, payloads: Mapping[int, Payload], *_: Any, size: int, samples: Mapping[int, int], **__: Any
         ) -> tuple[Update, set[int]]:
-            asked.append(samples)
-            return Update(-1, sum(samples.values()), 1, torch.full((size,), 0.2), torch.tensor(1.0), len(parcels)), set()
+            calls.append(samples)
+            return Update(-1, sum(samples.values()), 1, torch.full((size,), 0.2), torch.tensor(1.0), len(payloads)), set()
 
-    with pytest.raises(UserError, match=r"round 1: the sum is not one of updates within privacy\.range"):
+    with pytest.raises(UserError, match=r"round 1: the mean exceeds privacy\.range"):
         federate(tmp_path / "r", Secret(), "privacy.secure_aggregation=true", "federated.participation=1")
-    assert len(asked) == 1 and sum(asked[0].values()) == len(set_up(compose(BASE)).train)
+    assert len(calls) == 1 and sum(calls[0].values()) == len(set_up(compose(BASE)).train)
 
 
-def test_rounding_of_a_large_site_that_dropped_out_is_no_nonsense() -> None:
+def test_the_range_allows_for_the_rounding_of_a_large_site() -> None:
     def checked(largest: float, samples: list[int]) -> Update:
-        return sound_sum(Update(-1, 2, 1, torch.full((5,), largest), torch.tensor(1.0)), 5, 0.1, samples, 0)
+        return checked_mean(Update(-1, 2, 1, torch.full((5,), largest), torch.tensor(1.0)), 5, 0.1, samples, 0)
 
     assert checked(0.100119, [5000, 1, 1]) and checked(0.10009, [10, 10, 10])
-    with pytest.raises(UserError, match="a site sent nonsense"):
+    with pytest.raises(UserError, match="a site sent an invalid update"):
         checked(0.100119, [10, 10, 10])
 
 
-def test_an_update_that_is_not_finite_is_not_cut_to_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_is_not_finite_is_not_clamped_to_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "deltas": torch.tensor([[float("inf"), -float("inf"), 0.01]]),
         "notes": torch.tensor([[0.0, 4.0, 2.0, 1.0]], dtype=torch.float64),
     }
-    monkeypatch.setattr(node, "answer", lambda *_: Parcel.of({}, parts))
-    asked = Parcel({"config": to_yaml(compose(["experiment=fedavg_iid", "privacy.secure_aggregation=true"]))})
-    assert mean_update(asked, Place(0, 1), {}).facts == {"error": "the update is not finite"}
+    monkeypatch.setattr(site_module, "answer", lambda *_: Payload.pack({}, parts))
+    request = Payload({"config": to_yaml(compose(["experiment=fedavg_iid", "privacy.secure_aggregation=true"]))})
+    assert mean_update(request, SiteOptions(0, 1), {}).metadata == {"error": "the update is not finite"}
 
 
 @pytest.mark.parametrize(
     ("operation", "facts", "why"),
     [
-        ("format_disk", {}, "not something that a site does"),
-        ("ridge", {"clients": [1]}, "clients [1] were asked for, here are [0, 3]"),
-        ("ridge", {"clients": []}, "were asked for"),
-        ("ridge", {"clients": [3, 0]}, "were asked for"),
+        ("format_disk", {}, "unknown operation"),
+        ("ridge", {"clients": [1]}, "the request names clients [1], this site has [0, 3]"),
+        ("ridge", {"clients": []}, "the request names clients"),
+        ("ridge", {"clients": [3, 0]}, "the request names clients"),
         ("ridge", {}, "lacks 'clients'"),
         ("update", {"clients": [0], "size": 3, "setup": "", "lr": 0.1, "round": 0}, "not safetensors"),
         ("hello", {"config": "seed: [1"}, "cannot be read"),
         ("hello", {"config": "- 1"}, "not a mapping"),
         ("hello", {"config": "optim: {lr: -1}"}, "optim.lr"),
         ("hello", {"config": None}, ""),
-        ("hello", {"config": "head: ${oc.env:HOME}"}, "refers to something outside it"),
-        ("hello", {"config": "{model: {name: 'hf:/etc'}}"}, "is a path here"),
-        ("hello", {"config": "{data: {name: 'hf:../x'}}"}, "is a path here"),
+        ("hello", {"config": "head: ${oc.env:HOME}"}, "contains an interpolation"),
+        ("hello", {"config": "{model: {name: 'hf:/etc'}}"}, "is a path on this machine"),
+        ("hello", {"config": "{data: {name: 'hf:../x'}}"}, "is a path on this machine"),
     ],
 )
-def test_a_site_answers_nonsense_in_one_line(operation: str, facts: dict[str, Any], why: str) -> None:
-    asked = Parcel({"config": to_yaml(compose(BASE)), **facts})
-    reply = answer(operation, asked, Place(0, SITES, overrides=HERE), {})
-    assert why in str(reply.facts["error"]) and "\n" not in str(reply.facts["error"]) and not reply.tensors
+def test_a_site_answers_an_invalid_request_with_one_line(operation: str, facts: dict[str, Any], why: str) -> None:
+    request = Payload({"config": to_yaml(compose(BASE)), **facts})
+    reply = answer(operation, request, SiteOptions(0, SITES, overrides=HERE), {})
+    assert why in str(reply.metadata["error"]) and "\n" not in str(reply.metadata["error"]) and not reply.tensors
 
 
-def test_a_site_says_what_is_wrong_there_and_not_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_reports_an_error_without_its_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = tmp_path / "patients of Dr Who"
     shutil.copytree(SMALL_DATA / "train", mine / "train")
     broken = next((mine / "train" / "0").glob("*.png"))
     broken.write_bytes(broken.read_bytes()[:60])
     caplog.set_level(logging.WARNING, "fedlens")
-    asked = Parcel({"config": to_yaml(compose(BASE)), "classes": [str(k) for k in range(10)], "mean": [0.5] * 3, "std": [0.2] * 3})
-    for root, told in ((mine, broken.name), (tmp_path / "nowhere", "nowhere")):
-        reply = str(answer("hello", asked, Place(0, SITES, own=True, overrides=(f"data.root={root}",)), {}).facts["error"])
+    request = Payload({"config": to_yaml(compose(BASE)), "classes": [str(k) for k in range(10)], "mean": [0.5] * 3, "std": [0.2] * 3})
+    for root, logged in ((mine, broken.name), (tmp_path / "nowhere", "nowhere")):
+        reply = str(answer("hello", request, SiteOptions(0, SITES, own_data=True, overrides=(f"data.root={root}",)), {}).metadata["error"])
         assert reply and str(tmp_path) not in reply and broken.name not in reply and "nowhere" not in reply
-        assert told in caplog.text  # at the site itself
+        assert logged in caplog.text  # the site's own log
 
 
 def test_operations_are_those_that_are_documented() -> None:
     assert set(OPERATIONS) == {"hello", "ridge", "sensitivity", "update", "fisher"}
-    assert tuple(OPERATIONS) == on_the_wire.OPERATIONS
+    assert tuple(OPERATIONS) == protocol.OPERATIONS
 
 
 # --- the wire --------------------------------------------------------------------------------------------------------
@@ -736,52 +752,56 @@ EXPECTED = {"x": (torch.float32, (2, 3)), "n": (torch.int64, (1,))}
 GOOD = {"x": torch.ones(2, 3), "n": torch.tensor([4])}
 
 
-def test_a_parcel_is_what_it_was() -> None:
-    sent = Parcel.of({"a": [1, "ü"]}, GOOD)
-    got = Parcel.read(sent.told, sent.tensors)
-    found = got.unpack(EXPECTED)
-    assert got.facts == {"a": [1, "ü"]} and torch.equal(found["x"], GOOD["x"]) and got.size == len(sent.told.encode()) + len(sent.tensors)
+def test_a_payload_survives_the_round_trip() -> None:
+    sent = Payload.pack({"a": [1, "ü"]}, GOOD)
+    got = Payload.parse(sent.metadata_json, sent.tensors)
+    tensors = got.unpack(EXPECTED)
+    assert (
+        got.metadata == {"a": [1, "ü"]}
+        and torch.equal(tensors["x"], GOOD["x"])
+        and got.size == len(sent.metadata_json.encode()) + len(sent.tensors)
+    )
 
 
 @pytest.mark.parametrize(
     ("blob", "why"),
     [
-        (save({"x": torch.ones(2, 3)}), "holds x where n, x"),
+        (save({"x": torch.ones(2, 3)}), "holds x, expected n, x"),
         (save({**GOOD, "y": torch.ones(1)}), "holds n, x, y"),
-        (save({**GOOD, "x": torch.ones(3, 2)}), r"x is float32 \[3, 2\], asked for was float32 \[2, 3\]"),
+        (save({**GOOD, "x": torch.ones(3, 2)}), r"x is float32 \[3, 2\], expected float32 \[2, 3\]"),
         (save({**GOOD, "x": torch.ones(2, 3).half()}), "x is float16"),
         (save(GOOD)[:-1], "not safetensors"),
         (b"", "not safetensors"),
         (b"\xff" * 8 + b"{}", "not safetensors"),
-        (save({**GOOD, "x": torch.ones(2000, 3)}), "bytes where"),
+        (save({**GOOD, "x": torch.ones(2000, 3)}), "bytes of tensors, at most"),
     ],
 )
-def test_other_tensors_are_refused(blob: bytes, why: str) -> None:
-    with pytest.raises(Refused, match=why):
-        Parcel({}, blob).unpack(EXPECTED)
+def test_unexpected_tensors_are_rejected(blob: bytes, why: str) -> None:
+    with pytest.raises(Rejected, match=why):
+        Payload({}, blob).unpack(EXPECTED)
 
 
-@pytest.mark.parametrize("told", ["{", "[1]", "null", None, b"{}", "[" * 10_000, "x" * (LIMIT + 1)], ids=lambda told: str(told)[:10])
-def test_other_facts_are_refused(told: object) -> None:
-    with pytest.raises(Refused):
-        Parcel.read(told, b"")
+@pytest.mark.parametrize("text", ["{", "[1]", "null", None, b"{}", "[" * 10_000, "x" * (MAX_METADATA + 1)], ids=lambda text: str(text)[:10])
+def test_invalid_metadata_is_rejected(text: object) -> None:
+    with pytest.raises(Rejected):
+        Payload.parse(text, b"")
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
-def test_random_bytes_are_refused_and_never_crash(blob: bytes) -> None:
-    with pytest.raises(Refused):
-        Parcel({}, blob).unpack(EXPECTED)
+def test_random_bytes_are_rejected_without_a_crash(blob: bytes) -> None:
+    with pytest.raises(Rejected):
+        Payload({}, blob).unpack(EXPECTED)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6))
-def test_bits_and_triangles_come_back(bits: list[bool], size: int) -> None:
+def test_bitmaps_and_triangles_survive_the_round_trip(bits: list[bool], size: int) -> None:
     where = torch.tensor(bits)
     assert torch.equal(unpack_bits(pack_bits(where), len(bits)), where)
     square = torch.randn(size, size, dtype=torch.float64)
     square = square + square.T
-    assert torch.equal(from_upper(upper(square), size), square)
+    assert torch.equal(from_upper_triangle(upper_triangle(square), size), square)
 
 
 # --- bounds and privacy, in the loop that simulation and deployment share -----------------------------------------------
@@ -801,8 +821,8 @@ def test_clipping_bounds_every_update(tmp_path: Path) -> None:
     assert "epsilon" not in run.summary
 
 
-def test_noise_is_normal_and_has_a_key_that_cannot_be_searched_through() -> None:
-    """torch's generator starts from 32 bits: 63 or 256 that are given to it make no difference."""
+def test_noise_is_normal_and_its_key_has_256_bits() -> None:
+    """torch's generator uses only 32 bits of its seed."""
     assert torch.equal(*(torch.randn(3, generator=torch.Generator().manual_seed(s)) for s in (5, 5 + 2**32)))  # why it is not used
     draws = gaussian(3_000_001, "a")
     assert draws.dtype == torch.float32 and len(draws) == 3_000_001 and bool(draws.isfinite().all())
@@ -815,13 +835,13 @@ def test_noise_is_normal_and_has_a_key_that_cannot_be_searched_through() -> None
     assert len(gaussian(1, "a")) == 1 and len(gaussian(0, "a")) == 0
 
 
-def test_secure_aggregation_needs_somebody_to_hide_from(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"privacy\.secure_aggregation: true given"):
+def test_secure_aggregation_needs_a_deployment(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"privacy\.secure_aggregation needs a deployment"):
         fl.run([*BASE, "privacy.secure_aggregation=true", f"run.dir={tmp_path / 'r'}"])
     assert not (tmp_path / "r").exists()
 
 
-def test_new_keys_at_rest_leave_a_run_its_name() -> None:
+def test_unused_new_keys_do_not_change_the_identity_of_a_run() -> None:
     plain = identity(compose(BASE))
     assert identity(compose([*BASE, "deploy.deadline=5", "privacy.delta=1e-6"])) == plain
     assert identity(compose([*BASE, "privacy.clip=1"])) != plain != identity(compose([*BASE, "server.norm_bound=1"]))
@@ -830,106 +850,108 @@ def test_new_keys_at_rest_leave_a_run_its_name() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["privacy.noise=1"], "set privacy.clip as well"),
+        (["privacy.noise=1"], "privacy.noise needs privacy.clip"),
         (["privacy.noise=1", "privacy.clip=1", "server.merge=median"], "server.merge=mean"),
         (["privacy.noise=1", "privacy.clip=1", "federated.algorithm=scaffold"], "fedavg or fedprox"),
         (["privacy.noise=1", "privacy.clip=1", "federated.client_vectors=true"], "would undo"),
-        (["privacy.clip=1", "federated.algorithm=scaffold", "optim.momentum=0"], "scaffold's control variates"),
+        (["privacy.clip=1", "federated.algorithm=scaffold", "optim.momentum=0"], "privacy.clip does not work with scaffold"),
         (["privacy.noise=-1"], "privacy.noise"),
-        (["privacy.secure_aggregation=true", "server.merge=ties"], "only a mean is learned"),
-        (["privacy.secure_aggregation=true", "federated.algorithm=scaffold"], "only a mean is learned"),
-        (["privacy.secure_aggregation=true", "server.norm_bound=1"], "server.norm_bound: looks at single updates"),
-        (["privacy.secure_aggregation=true", "federated.client_metrics=true"], "federated.client_metrics: looks at single updates"),
+        (["privacy.secure_aggregation=true", "server.merge=ties"], "only a mean is revealed"),
+        (["privacy.secure_aggregation=true", "federated.algorithm=scaffold"], "only a mean is revealed"),
+        (["privacy.secure_aggregation=true", "server.norm_bound=1"], "server.norm_bound looks at single updates"),
+        (["privacy.secure_aggregation=true", "federated.client_metrics=true"], "federated.client_metrics looks at single updates"),
         (["privacy.delta=1"], "privacy.delta"),
         (["deploy.min_fraction=0"], "min_fraction"),
         (["server.norm_bound=0"], "norm_bound"),
     ],
 )
-def test_settings_that_make_no_sense(options: list[str], why: str) -> None:
+def test_contradicting_settings_are_errors(options: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
         compose([*BASE, *options])
 
 
 # --- a site's worker -------------------------------------------------------------------------------------------------
 
-Message = tuple[str, Parcel]
+Message = tuple[str, Payload]
 
 
 @pytest.fixture(scope="module")
-def talk(tmp_path_factory: pytest.TempPathFactory) -> list[Message]:
-    """What a server asks of site 0 in a run that has every operation."""
+def requests(tmp_path_factory: pytest.TempPathFactory) -> list[Message]:
+    """Return the requests to site 0 in a run with every operation."""
     wire = Wire()
     options = [*SPARSE, "server.merge=fisher", "server.fisher_samples=4", "federated.rounds=2", "federated.participation=1"]
-    federate(tmp_path_factory.mktemp("talk"), wire, *options)
-    found = [(operation, parcel) for operation, site, parcel, _ in wire.asked if site == 70]
-    assert {operation for operation, _ in found} == set(OPERATIONS)
-    return found
+    federate(tmp_path_factory.mktemp("requests"), wire, *options)
+    requests = [(operation, payload) for operation, site, payload, _ in wire.requests if site == 70]
+    assert {operation for operation, _ in requests} == set(OPERATIONS)
+    return requests
 
 
 @pytest.fixture
-def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.Keeper]:
-    """A worker as a SuperNode has it, in a process of its own."""
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[worker.WorkerSupervisor]:
+    """Run a worker in a process of its own, as a SuperNode does."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with worker.kept() as found:
-        yield found
+    with worker.supervised_worker() as supervisor:
+        yield supervisor
 
 
-def first(talk: list[Message], wanted: str) -> Parcel:
-    return next(parcel for operation, parcel in talk if operation == wanted)
+def first(requests: list[Message], wanted: str) -> Payload:
+    return next(payload for operation, payload in requests if operation == wanted)
 
 
-def as_bytes(reply: Parcel) -> tuple[str, bytes]:
-    return reply.told, reply.tensors
+def as_bytes(reply: Payload) -> tuple[str, bytes]:
+    return reply.metadata_json, reply.tensors
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Place:
-    """Site 0, with data that can be taken from it."""
+def site(tmp_path: Path) -> SiteOptions:
+    """Return the options of site 0, with a copy of the data that a test may delete."""
     shutil.copytree(SMALL_DATA, tmp_path / "data")
-    return Place(0, SITES, overrides=(f"data.root={tmp_path / 'data'}",))
+    return SiteOptions(0, SITES, overrides=(f"data.root={tmp_path / 'data'}",))
 
 
-def test_a_worker_answers_to_the_byte_what_the_process_itself_would_and_keeps_what_it_has_read(
-    talk: list[Message], keeper: worker.Keeper, site: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_worker_gives_the_same_bytes_as_the_process_itself_and_keeps_its_data(
+    requests: list[Message], supervisor: worker.WorkerSupervisor, site: SiteOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine: dict[str, bytes] = {}
     here = []
-    for operation, parcel in talk:
-        here.append((as_bytes(answer(operation, parcel, site, mine)), dict(mine)))
-    mean = mean_update(first(talk, "update"), site, mine)
-    process, theirs = keeper.process.pid, dict[str, bytes]()
-    for at, (operation, parcel) in enumerate(talk):
-        assert (as_bytes(worker.ask(operation, parcel, site, theirs)), theirs) == here[at], operation
+    for operation, payload in requests:
+        here.append((as_bytes(answer(operation, payload, site, mine)), dict(mine)))
+    mean = mean_update(first(requests, "update"), site, mine)
+    process, theirs = supervisor.process.pid, dict[str, bytes]()
+    for at, (operation, payload) in enumerate(requests):
+        assert (as_bytes(worker.request(operation, payload, site, theirs)), theirs) == here[at], operation
         if operation == "hello":
             shutil.rmtree(tmp_path / "data")  # whoever reads it again has nothing to read
     assert set(theirs) == {"setup"}
-    assert as_bytes(worker.ask(worker.MEAN, first(talk, "update"), site, theirs)) == as_bytes(mean)
-    assert keeper.process.pid == process and keeper.process.poll() is None and not caplog.records
-    assert "data.root" in worker.ask("hello", first(talk, "hello"), site, theirs).facts["error"]  # a run that begins sees what is there
+    assert as_bytes(worker.request(worker.MEAN, first(requests, "update"), site, theirs)) == as_bytes(mean)
+    assert supervisor.process.pid == process and supervisor.process.poll() is None and not caplog.records
+    assert (
+        "data.root" in worker.request("hello", first(requests, "hello"), site, theirs).metadata["error"]
+    )  # a run that begins sees what is there
 
 
-def test_the_mean_of_a_sites_clients_is_by_samples_and_cut_off(talk: list[Message], site: Place) -> None:
-    asked, memory = first(talk, "update"), dict[str, bytes]()
-    each = answer("update", asked, site, memory).tensors_as_they_are()
+def test_the_mean_of_a_sites_clients_is_weighted_by_samples_and_clamped(requests: list[Message], site: SiteOptions) -> None:
+    request, memory = first(requests, "update"), dict[str, bytes]()
+    each = answer("update", request, site, memory).load()
     weights = each["notes"][:, 1] / each["notes"][:, 1].sum()
     whole = (each["deltas"].double() * weights[:, None]).sum(0)
     bound = float(whole.abs().median())
-    narrow = to_yaml(to_config(OmegaConf.merge(OmegaConf.create(str(asked.facts["config"])), {"privacy": {"range": bound}})))
-    for config, wanted in ((asked.facts["config"], whole), (narrow, whole.clamp(-bound, bound))):
-        reply = mean_update(Parcel({**asked.facts, "config": config}, asked.tensors), site, memory)
-        assert torch.allclose(reply.tensors_as_they_are()["mean"].double(), wanted, rtol=1e-6, atol=1e-12)
-        assert (reply.facts["samples"], reply.facts["clients"]) == (int(each["notes"][:, 1].sum()), len(weights))
-    without = Parcel({**asked.facts, "sent": False}, Parcel.of({}, {"theta": fl_load(asked.tensors)["theta"]}).tensors)
-    assert mean_update(without, site, {}) == Parcel({"error": "head and mask are lacking"})
-    endless = fl_load(asked.tensors) | {"theta": torch.full_like(fl_load(asked.tensors)["theta"], float("inf"))}
-    assert mean_update(Parcel.of(asked.facts, endless), site, memory) == Parcel({"error": "the update is not finite"})
+    narrow = to_yaml(to_config(OmegaConf.merge(OmegaConf.create(str(request.metadata["config"])), {"privacy": {"range": bound}})))
+    for config, wanted in ((request.metadata["config"], whole), (narrow, whole.clamp(-bound, bound))):
+        reply = mean_update(Payload({**request.metadata, "config": config}, request.tensors), site, memory)
+        assert torch.allclose(reply.load()["mean"].double(), wanted, rtol=1e-6, atol=1e-12)
+        assert (reply.metadata["samples"], reply.metadata["clients"]) == (int(each["notes"][:, 1].sum()), len(weights))
+    without = Payload({**request.metadata, "sent": False}, Payload.pack({}, {"theta": fl_load(request.tensors)["theta"]}).tensors)
+    assert mean_update(without, site, {}) == Payload({"error": "the site lacks head and mask"})
+    endless = fl_load(request.tensors) | {"theta": torch.full_like(fl_load(request.tensors)["theta"], float("inf"))}
+    assert mean_update(Payload.pack(request.metadata, endless), site, memory) == Payload({"error": "the update is not finite"})
 
 
-def test_who_hangs_up_half_way_neither_stops_nor_holds_up_a_worker(
-    talk: list[Message], keeper: worker.Keeper, caplog: pytest.LogCaptureFixture
+def test_incomplete_messages_neither_stop_nor_block_a_worker(
+    requests: list[Message], supervisor: worker.WorkerSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
-    expected, process = as_bytes(answer("hello", asked, place, {})), keeper.process.pid
+    request, options = first(requests, "hello"), SiteOptions(0, SITES, overrides=HERE)
+    expected, process = as_bytes(answer("hello", request, options, {})), supervisor.process.pid
     for spoil in (
         b"",
         b"\0\0",
@@ -938,44 +960,44 @@ def test_who_hangs_up_half_way_neither_stops_nor_holds_up_a_worker(
         worker.LENGTH.pack(2) + b"[]" + bytes(8),
     ):
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(os.environ[worker.SITE])
+            connection.connect(os.environ[worker.SOCKET])
             connection.sendall(spoil)
-    with socket.socket(socket.AF_UNIX) as connection:  # a whole message, and nobody there for its answer
-        connection.connect(os.environ[worker.SITE])
-        worker.send(connection, {"operation": "hello", "facts": asked.facts, "place": asdict(place)}, b"", {})
-    assert as_bytes(worker.ask("hello", asked, place, {})) == expected
-    assert keeper.process.pid == process and keeper.process.poll() is None and not caplog.records
+    with socket.socket(socket.AF_UNIX) as connection:  # a whole message, and no reader for its reply
+        connection.connect(os.environ[worker.SOCKET])
+        worker.send(connection, {"operation": "hello", "metadata": request.metadata, "options": asdict(options)}, b"", {})
+    assert as_bytes(worker.request("hello", request, options, {})) == expected
+    assert supervisor.process.pid == process and supervisor.process.poll() is None and not caplog.records
 
 
-def test_a_worker_that_is_killed_is_replaced_and_who_waits_for_it_gets_an_answer(
-    talk: list[Message], keeper: worker.Keeper, caplog: pytest.LogCaptureFixture
+def test_a_killed_worker_is_replaced_and_waiting_requests_are_answered(
+    requests: list[Message], supervisor: worker.WorkerSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, place, memory = first(talk, "update"), Place(0, SITES, overrides=HERE), dict[str, bytes]()
-    expected, process = as_bytes(worker.ask("update", asked, place, memory)), keeper.process.pid
-    again = Parcel({**asked.facts, "sent": False}, Parcel.of({}, {"theta": fl_load(asked.tensors)["theta"]}).tensors)
+    request, options, memory = first(requests, "update"), SiteOptions(0, SITES, overrides=HERE), dict[str, bytes]()
+    expected, process = as_bytes(worker.request("update", request, options, memory)), supervisor.process.pid
+    again = Payload({**request.metadata, "sent": False}, Payload.pack({}, {"theta": fl_load(request.tensors)["theta"]}).tensors)
     os.kill(process, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(worker.ask, "update", again, place, memory)  # head and mask are remembered by who asks
+        waiting = pool.submit(worker.request, "update", again, options, memory)  # head and mask are in the state
         os.kill(process, signal.SIGKILL)
         assert as_bytes(waiting.result(120)) == expected
-    assert keeper.process.pid != process
-    assert [record.getMessage() for record in caplog.records] == [f"the site's worker {process} has ended (-9); another is started"]
+    assert supervisor.process.pid != process
+    assert [record.getMessage() for record in caplog.records] == [f"the site's worker {process} ended (-9); starting another"]
 
 
-def test_what_nobody_expected_is_told_and_the_worker_replaced(talk: list[Message], keeper: worker.Keeper) -> None:
-    asked, place, memory = first(talk, "update"), Place(0, SITES, overrides=HERE), dict[str, bytes]()
-    process = keeper.process.pid
+def test_an_unexpected_exception_is_reported_and_the_worker_replaced(requests: list[Message], supervisor: worker.WorkerSupervisor) -> None:
+    request, options, memory = first(requests, "update"), SiteOptions(0, SITES, overrides=HERE), dict[str, bytes]()
+    process = supervisor.process.pid
     with pytest.raises(RuntimeError, match=r"^ValueError: could not convert string to float: 'fast'$"):
-        worker.ask("update", Parcel({**asked.facts, "lr": "fast"}, asked.tensors), place, memory)
+        worker.request("update", Payload({**request.metadata, "lr": "fast"}, request.tensors), options, memory)
     assert set(memory) == {"setup"}
-    assert as_bytes(worker.ask("update", asked, place, memory)) == as_bytes(answer("update", asked, place, {}))
-    assert keeper.process.pid != process
+    assert as_bytes(worker.request("update", request, options, memory)) == as_bytes(answer("update", request, options, {}))
+    assert supervisor.process.pid != process
 
 
-def test_a_worker_that_ends_on_the_way_leaves_the_message_to_who_asked(
-    talk: list[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_worker_the_process_does_the_work_itself(
+    requests: list[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
+    request, options = first(requests, "hello"), SiteOptions(0, SITES, overrides=HERE)
 
     def take_and_leave() -> None:
         connection, _ = listener.accept()
@@ -985,51 +1007,51 @@ def test_a_worker_that_ends_on_the_way_leaves_the_message_to_who_asked(
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         listener.bind(f"{folder}/site")
         listener.listen()
-        monkeypatch.setenv(worker.SITE, f"{folder}/site")
+        monkeypatch.setenv(worker.SOCKET, f"{folder}/site")
         gone = pool.submit(take_and_leave)
-        assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))
+        assert as_bytes(worker.request("hello", request, options, {})) == as_bytes(answer("hello", request, options, {}))
         gone.result(60)
-    assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))  # nobody there at all
+    assert as_bytes(worker.request("hello", request, options, {})) == as_bytes(answer("hello", request, options, {}))  # no worker at all
     assert [f"process {os.getpid()} answers hello" in record.getMessage() for record in caplog.records] == [True, True]
 
 
-def test_a_worker_that_cannot_start_holds_nobody_up(talk: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, place = first(talk, "hello"), Place(0, SITES, overrides=HERE)
-    monkeypatch.setattr(worker, "PAUSE", 0.05)
+def test_a_worker_that_cannot_start_blocks_no_request(requests: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    request, options = first(requests, "hello"), SiteOptions(0, SITES, overrides=HERE)
+    monkeypatch.setattr(worker, "RESTART_PAUSE", 0.05)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with worker.kept():
-        assert as_bytes(worker.ask("hello", asked, place, {})) == as_bytes(answer("hello", asked, place, {}))
+    with worker.supervised_worker():
+        assert as_bytes(worker.request("hello", request, options, {})) == as_bytes(answer("hello", request, options, {}))
 
 
-def test_what_is_remembered_goes_to_the_worker_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_site_travels_to_the_worker_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def do(operation: str, asked: Parcel, place: Place, memory: dict[str, bytes]) -> Parcel:
-        seen.append((operation, asked, place, dict(memory)))
-        memory |= {"new": b"1" * 3 * worker.PART, "changed": b""}
+    def perform(operation: str, request: Payload, options: SiteOptions, memory: dict[str, bytes]) -> Payload:
+        seen.append((operation, request, options, dict(memory)))
+        memory |= {"new": b"1" * 3 * worker.CHUNK, "changed": b""}
         del memory["old"]
         if operation == "fails":
             raise ZeroDivisionError
-        return Parcel({"ä": [1.5, None]}, b"\0")
+        return Payload({"ä": [1.5, None]}, b"\0")
 
-    monkeypatch.setattr(worker, "do", do)
-    place = Place(1, 3, True, ("data.root=/my data",))
+    monkeypatch.setattr(worker, "perform", perform)
+    options = SiteOptions(1, 3, True, ("data.root=/my data",))
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         listener.bind(f"{folder}/site")
         listener.listen()
-        monkeypatch.setenv(worker.SITE, f"{folder}/site")
+        monkeypatch.setenv(worker.SOCKET, f"{folder}/site")
         served = pool.submit(worker.serve, listener)
         for operation in ("works", "fails"):
             memory = {"old": b"1", "changed": b"2", "same": b"3"}
             with pytest.raises(RuntimeError, match="ZeroDivisionError") if operation == "fails" else nullcontext():
-                assert worker.ask(operation, Parcel({"n": 1}, b"t"), place, memory) == Parcel({"ä": [1.5, None]}, b"\0")
-            assert memory == {"changed": b"", "same": b"3", "new": b"1" * 3 * worker.PART}
-            assert seen.pop() == (operation, Parcel({"n": 1}, b"t"), place, {"old": b"1", "changed": b"2", "same": b"3"})
-        served.result(60)  # nothing more is asked of it
+                assert worker.request(operation, Payload({"n": 1}, b"t"), options, memory) == Payload({"ä": [1.5, None]}, b"\0")
+            assert memory == {"changed": b"", "same": b"3", "new": b"1" * 3 * worker.CHUNK}
+            assert seen.pop() == (operation, Payload({"n": 1}, b"t"), options, {"old": b"1", "changed": b"2", "same": b"3"})
+        served.result(60)  # it answers no further requests
 
 
 def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
-    script = "import os, time; from fedlens.deploy import worker\nwith worker.kept(): print(os.environ[worker.SITE], flush=True); time.sleep(600)"
+    script = "import os, time; from fedlens.deploy import worker\nwith worker.supervised_worker(): print(os.environ[worker.SOCKET], flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         where = Path(parent.stdout.readline().strip())
@@ -1041,8 +1063,8 @@ def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
         assert time.monotonic() < until
 
 
-def test_the_process_beside_flowers_supernode_does_without_torch() -> None:
-    script = "import sys, fedlens.deploy.programs; sys.exit('torch' in sys.modules)"
+def test_the_process_of_a_supernode_does_not_import_torch() -> None:
+    script = "import sys, fedlens.deploy.programs, fedlens.deploy.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -1064,7 +1086,7 @@ def test_the_process_beside_flowers_supernode_does_without_torch() -> None:
         (None, "/v1/control/start-run", 403),
     ],
 )
-def test_only_sites_come_in_from_outside(client: Any, path: str, status: int) -> None:
+def test_other_machines_reach_only_the_paths_of_sites(client: Any, path: str, status: int) -> None:
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -1114,11 +1136,11 @@ def test_the_folder_of_a_federation(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["init", "x", "--sites", "9", "experiment=fedavg_iid", "federated.clients=3"], "--sites"),
         (["init", "x", "--address", "nowhere"], "HOST:PORT"),
         (["init", "x", "federated.nothing=1"], "federated.nothing"),
-        (["server", "x"], "no federation"),
-        (["client", "x"], "no site's folder"),
+        (["server", "x"], "not a federation's folder"),
+        (["client", "x"], "not a site's folder"),
     ],
 )
-def test_commands_refuse_in_one_line(
+def test_errors_of_commands_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], why: str
 ) -> None:
     from fedlens.cli import main
@@ -1129,7 +1151,22 @@ def test_commands_refuse_in_one_line(
     assert why in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_sites_options(tmp_path: Path) -> None:
+def test_the_app_of_a_folder_of_version_0_2_is_updated(tmp_path: Path) -> None:
+    from fedlens.deploy import launch
+
+    for name, module in (("server_app", "apps"), ("client_app", "client")):
+        (tmp_path / f"{name}.py").write_text(f"from fedlens.engine.flower.{module} import {name} as app\n")
+    launch._update_app(tmp_path)
+    for name in ("server_app", "client_app"):
+        assert (tmp_path / f"{name}.py").read_text() == f"from fedlens.deploy.flower import {name} as app\n"
+    (tmp_path / "client_app.py").write_text("from fedlens.engine.flower.wire import Parcel\n")
+    with pytest.raises(
+        UserError, match=r"client_app\.py imports fedlens\.engine\.flower, which is now fedlens\.deploy; change its imports"
+    ):
+        launch._update_app(tmp_path)
+
+
+def test_the_supernode_options_of_a_site(tmp_path: Path) -> None:
     from fedlens.deploy import launch
 
     (tmp_path / "site.json").write_text(json.dumps({"address": "h:1", "number": 1, "of": 3}))
@@ -1138,5 +1175,5 @@ def test_a_sites_options(tmp_path: Path) -> None:
     assert "--insecure" not in command and command[command.index("--auth-supernode-private-key") + 1] == str(tmp_path / "key")
     config = command[command.index("--node-config") + 1]
     assert config == 'partition-id=1 num-partitions=3 own-data=true overrides="%27data.root=/my data%27"'
-    with pytest.raises(UserError, match="the rest is the server's to say"):
+    with pytest.raises(UserError, match="the server sets all other keys"):
         launch.client_options(tmp_path, own_data=False, address=None, overrides=["optim.lr=1"])

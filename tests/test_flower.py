@@ -18,22 +18,26 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import SMALL_DATA
 
 pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 
 import fedlens as fl
 from fedlens.deploy.keys import make_site_key
-from fedlens.deploy.launch import client_options, environment, free_port, init
+from fedlens.deploy.launch import client_options, environment, free_port, init, register_sites, run_app, superlink
+from fedlens.deploy.programs import HEARTBEAT
 from fedlens.errors import UserError
 from fedlens.training.run import Run
 
 ROOT = Path(__file__).parents[1]
-HERE = ["data=fashion_mini", "device=cpu", "run.progress=false"]
+DATA = f"data.root={SMALL_DATA}"
+HERE = ["data=folder", DATA, "data.crop=2", "device=cpu", "run.progress=false"]
 SMALL = [
     *HERE,
     *("experiment=fedavg_iid", "federated.clients=3", "federated.participation=1", "federated.local_steps=1"),
@@ -41,10 +45,15 @@ SMALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every process that a test starts, as in its own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture(scope="module", autouse=True)
+def quick_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give every process that a test starts one thread, a bytecode cache and the shortest heartbeat that Flower allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv(HEARTBEAT, "10")
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
+        yield
 
 
 def fedlens(*words: object) -> list[str]:
@@ -57,7 +66,13 @@ class Deployment:
     def __init__(self, folder: Path, sites: int, overrides: Sequence[str]) -> None:
         self.folder, self.sites, self.port = folder, sites, free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.run_folder = folder / "run"
         init(folder, sites=sites, address=f"127.0.0.1:{self.port}", overrides=overrides)
+
+    def start_run(self, name: str) -> Path:
+        """Make `metrics`, `run_log` and `finished` those of another run."""
+        self.run_folder = self.folder / name
+        return self.run_folder
 
     def start(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -65,7 +80,7 @@ class Deployment:
         return self.processes[name]
 
     def site(self, k: int, *words: object) -> None:
-        self.start(f"site{k}", fedlens("federate", "client", self.folder / "sites" / str(k), *words))
+        self.start(f"site{k}", fedlens("federate", "client", self.folder / "sites" / str(k), DATA, *words))
 
     def server(self, *words: object) -> None:
         self.start("server", fedlens("federate", "server", self.folder, *words))
@@ -81,11 +96,11 @@ class Deployment:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         with suppress(OSError, ValueError):
-            return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+            return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
         return []
 
     def run_log(self) -> str:
-        path = self.folder / "run/log.txt"
+        path = self.run_folder / "log.txt"
         return path.read_text() if path.exists() else ""
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
@@ -99,29 +114,30 @@ class Deployment:
     def finished(self, seconds: float = 600) -> Run:
         self.until(lambda: self.processes["server"].poll() is not None, "the server's end", seconds)
         assert self.processes["server"].returncode == 0, self.log("server")[-3000:] + self.run_log()[-2000:]
-        return fl.load_run(self.folder / "run")
+        return fl.load_run(self.run_folder)
+
+    def stop(self, *names: str) -> None:
+        for name in names or list(self.processes):
+            with suppress(ProcessLookupError):
+                os.killpg(self.processes[name].pid, signal.SIGTERM)
+        for name in names or list(self.processes):
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[name].wait(15)
+            if self.processes[name].poll() is None:
+                self.kill(name)
 
 
 @contextmanager
 def deployment(folder: Path, sites: int, overrides: Sequence[str]) -> Iterator[Deployment]:
-    found = Deployment(folder, sites, overrides)
+    d = Deployment(folder, sites, overrides)
     try:
-        yield found
+        yield d
     finally:
-        for process in found.processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for name, process in found.processes.items():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            if process.poll() is None:
-                found.kill(name)
-            if process.stdin is not None:
-                process.stdin.close()
+        d.stop()
 
 
-class Counted:
-    """Bytes that pass between sites and server, counted by a relay on the transport."""
+class Relay:
+    """A TCP relay between sites and server that counts bytes."""
 
     def __init__(self, target: int) -> None:
         self.up = self.down = 0
@@ -155,191 +171,237 @@ def distance(a: Run, b: Run) -> float:
     return max(float((a.state[n] - t).double().norm() / t.double().norm().clamp(min=1e-12)) for n, t in b.state.items())
 
 
-# --- parity, and bytes on the wire ----------------------------------------------------------------------------------------
+# --- one federation for many runs --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Deployed:
+    """A finished run of the shared federation, and what happened meanwhile: bytes on the wire, and the new part of each site's log."""
+
+    run: Run
+    up: int
+    down: int
+    logs: list[str]
+
+
+class Federation(Deployment):
+    """SuperLink and three SuperNodes, started once. Its folder has a name that needs quoting everywhere."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__(base / "o'brien, müller #3 50%20", 3, SMALL)
+        self.keys, self.runs = self.folder / "server", self.folder / "runs"
+        self.env = environment(self.keys / "flwr")
+        register_sites(self.keys, self.env)
+        self.relay = Relay(self.port)
+
+    def site(self, k: int, *words: object) -> None:
+        super().site(k, "--address", f"127.0.0.1:{self.relay.port}", *words)
+
+    def run(self, name: str, overrides: Sequence[str], app: Path | None = None) -> Deployed:
+        up, down, before = self.relay.up, self.relay.down, [len(self.log(f"site{k}")) for k in range(3)]
+        run_app(app or self.folder / "app", self.runs / name, overrides, self.env, keys=self.keys / "sites")
+        logs = [self.log(f"site{k}")[start:] for k, start in enumerate(before)]
+        assert (self.runs / name / "summary.json").is_file(), "\n".join(log[-2000:] for log in logs)
+        return Deployed(fl.load_run(self.runs / name), self.relay.up - up, self.relay.down - down, logs)
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    f = Federation(tmp_path_factory.mktemp("federation"))
+    try:
+        with superlink(f.keys, "127.0.0.1", f.port, f.env):
+            for k in range(3):
+                f.site(k)
+            yield f
+    finally:
+        f.stop()
+
+
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Sequence[str]], Run]]:
+    """Runs in Flower's simulation, with one SuperLink for all."""
+    folder = tmp_path_factory.mktemp("simulation") / "f"
+    init(folder, sites=3, address="127.0.0.1:9092", overrides=SMALL)
+    env = environment(folder / "server" / "flwr") | {"FEDLENS_DATA": str(SMALL_DATA)}
+
+    def run(name: str, overrides: Sequence[str]) -> Run:
+        run_app(folder / "app", folder / name, overrides, env, keys=None, simulated_sites=3)
+        assert (folder / name / "summary.json").is_file()
+        return fl.load_run(folder / name)
+
+    with superlink(folder / "server", "127.0.0.1", free_port(), env, simulate=True):
+        yield run
+
+
+# --- parity, and bytes on the wire ---------------------------------------------------------------------------------------
 
 EXPERIMENTS = {
-    "dense": ["experiment=fedavg_iid", "federated.rounds=5"],
-    "sparse": ["experiment=fedavg_iid_sparse", "federated.rounds=5", "mask.density=0.1"],
+    "dense": [*HERE, "experiment=fedavg_iid", "federated.rounds=2", "federated.local_steps=3", "federated.engine=threaded"],
+    "sparse": [
+        *(*HERE, "experiment=fedavg_iid_sparse", "federated.rounds=2", "federated.local_steps=3", "federated.engine=threaded"),
+        *("mask.density=0.1", "mask.rounds=2"),
+    ],
 }
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run, Run, Counted]]:
-    """The embedded default, dense and sparse: (sequential engine, Flower's simulation, SuperLink and three SuperNodes), and its bytes."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    found = {}
-    for name, options in EXPERIMENTS.items():
-        base = tmp_path_factory.mktemp(name)
-        here = fl.run([*HERE, *options, "federated.engine=sequential", f"run.dir={base / 'here'}"])
-        with deployment(base / "federation", 3, [*HERE, *options, "federated.engine=sequential"]) as d:
-            relay = Counted(d.port)
-            for k in range(3):
-                d.site(k, "--address", f"127.0.0.1:{relay.port}")
-            d.server()
-            apart = d.finished()
-            d.server("--simulate", f"run.dir={base / 'simulated'}")
-            d.finished()
-        found[name] = (here, fl.load_run(base / "simulated"), apart, relay)
-    return found
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The experiments in one process."""
+    base = tmp_path_factory.mktemp("alone")
+    return {name: fl.run([*options, f"run.dir={base / name}"]) for name, options in EXPERIMENTS.items()}
+
+
+@pytest.fixture(scope="module")
+def deployed(federation: Federation) -> dict[str, Deployed]:
+    """The experiments on SuperLink and three SuperNodes, with a hundred clients."""
+    return {name: federation.run(name, options) for name, options in EXPERIMENTS.items()}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_sequential_engine_flower_simulation_and_deployment_give_the_same_parameters(
-    deployed: dict[str, tuple[Run, Run, Run, Counted]], name: str
+def test_deployment_gives_the_parameters_of_the_sequential_engine(alone: dict[str, Run], deployed: dict[str, Deployed], name: str) -> None:
+    check_same(deployed[name].run, alone[name])
+
+
+def test_simulation_gives_the_parameters_of_the_sequential_engine(
+    alone: dict[str, Run], simulation: Callable[[str, Sequence[str]], Run]
 ) -> None:
-    here, simulated, apart, _ = deployed[name]
-    assert here.summary["rounds"] == simulated.summary["rounds"] == apart.summary["rounds"] == 5
-    assert (here.task_vector()).norm() > 0.01
-    for run in (simulated, apart):
-        assert distance(run, here) <= 1e-5
-        assert run.mask == here.mask
-        assert run.summary["test_accuracy"] == here.summary["test_accuracy"]
+    """A dense run; test_the_commands_of_the_how_to_page_work simulates a sparse one."""
+    check_same(simulation("dense", EXPERIMENTS["dense"]), alone["dense"])
 
 
-def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: dict[str, tuple[Run, Run, Run, Counted]]) -> None:
-    """Counted at the transport: TLS, HTTP, polling, head and all."""
-    dense, sparse = deployed["dense"][3], deployed["sparse"][3]
+def check_same(run: Run, alone: Run) -> None:
+    assert run.summary["rounds"] == alone.summary["rounds"] == 2
+    assert alone.task_vector().norm() > 0.01
+    assert distance(run, alone) <= 1e-5
+    assert run.mask == alone.mask
+    assert run.summary["test_accuracy"] == alone.summary["test_accuracy"]
+
+
+def test_uploads_at_density_a_tenth_are_at_most_12_percent_of_dense(deployed: dict[str, Deployed]) -> None:
+    """Counted at the transport, with TLS, HTTP, polling and the ridge head."""
+    dense, sparse = deployed["dense"], deployed["sparse"]
     print(f"uploads on the wire: dense {dense.up:,} bytes, sparse {sparse.up:,}: {100 * sparse.up / dense.up:.2f} %")
     assert sparse.up <= 0.12 * dense.up
-    for name in deployed:
-        *_, run, relay = deployed[name]
-        assert run.summary["bytes_up"] <= relay.up <= 1.05 * run.summary["bytes_up"] + 10**6  # what the metrics say is what travelled
-        assert run.summary["bytes_down"] <= relay.down <= 1.05 * run.summary["bytes_down"] + 10**6
+    for d in deployed.values():  # the metrics count what travelled
+        assert d.run.summary["bytes_up"] <= d.up <= 1.05 * d.run.summary["bytes_up"] + 10**6
+        assert d.run.summary["bytes_down"] <= d.down <= 1.05 * d.run.summary["bytes_down"] + 10**6
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_all_messages_of_a_site_are_answered_by_one_process(deployed: dict[str, tuple[Run, Run, Run, Counted]], name: str) -> None:
-    *_, apart, _ = deployed[name]
-    for k in range(3):
-        log = (apart.path.parent / f"site{k}.log").read_text()
-        asked = re.findall(r"Receiving: \w+\.(\w+) message", log)
+def test_all_messages_of_a_site_are_answered_by_one_process(deployed: dict[str, Deployed], name: str) -> None:
+    for log in deployed[name].logs:
+        requested = re.findall(r"Receiving: \w+\.(\w+) message", log)
         answered = re.findall(r"worker (\d+) answered (\w+) in", log)
-        assert [operation for _, operation in answered] == asked and asked.count("update") == 5, log[-3000:]
+        assert [operation for _, operation in answered] == requested and requested.count("update") == 2, log[-3000:]
         assert len({process for process, _ in answered}) == 1
 
 
-def test_the_process_that_flower_starts_for_a_message_does_without_torch() -> None:
-    script = "import sys, fedlens.deploy.client; sys.exit('torch' in sys.modules)"
+def test_the_process_that_flower_starts_per_message_does_not_import_torch() -> None:
+    script = "import sys, fedlens.deploy.flower; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-def test_federations_made_before_find_their_client_app() -> None:
-    from fedlens.deploy import apps, client
-
-    assert apps.client_app is client.client_app
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_site_killed_mid_round_and_a_server_killed_between_rounds(tmp_path: Path) -> None:
-    """Both in one federation: the round goes on without the site, the run goes on after the server, and nothing is lost."""
-    options = [*SMALL, "federated.rounds=5", "deploy.deadline=45", "deploy.min_fraction=0.5"]
-    with deployment(tmp_path / "f", 3, options) as d:
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Three sites for servers that are killed, in a folder as fedlens 0.2 made it."""
+    with deployment(tmp_path_factory.mktemp("kills") / "f", 3, SMALL) as d:
+        for name, module in (("server_app", "apps"), ("client_app", "client")):
+            text = f'"""An app."""\n\nfrom fedlens.engine.flower.{module} import {name} as app\n\n__all__ = ["app"]\n'
+            (d.folder / f"app/federation/{name}.py").write_text(text)
         for k in range(3):
             d.site(k)
-        d.server()
-        d.until(lambda: len(d.metrics) >= 1, "a first round")
-        asked = d.log("site1").count("train.update")
-        d.until(lambda: d.log("site1").count("train.update") > asked, "a second round at site 1")
-        d.kill("site1")
-        d.until(lambda: any(line["clients"] == 2 for line in d.metrics), "the round without site 1")
-        assert "nothing from site" in d.run_log()
-        d.kill("server")
-        before = d.metrics
-        time.sleep(3)  # its children notice
-        assert d.metrics[: len(before)] == before
-        d.site(1)
-        d.server()
-        run = d.finished()
-        clients = [line["clients"] for line in run.metrics]
-        assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
-        assert clients[0] == clients[-1] == 3 and 2 in clients
-        assert "resuming at round" in d.run_log()
-        assert run.summary["dropped"] == sum(3 - c for c in clients)
+        yield d
 
 
-def test_a_server_killed_between_rounds_ends_with_the_parameters_of_a_run_that_was_not(tmp_path: Path) -> None:
-    options = [
-        *SMALL,
-        "experiment=fedavg_iid_sparse",
-        "mask.strategy=random",
-        "federated.rounds=3",
-        "server.optimizer=adam",
-        "server.lr=0.001",
-    ]
-    here = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'here'}"])
-    with deployment(tmp_path / "f", 3, [*options, "federated.engine=sequential"]) as d:
-        for k in range(3):
-            d.site(k)
-        d.server()
-        d.until(lambda: len(d.metrics) >= 1, "a round")
-        d.kill("server")
-        d.server()
-        run = d.finished()
-        assert "resuming at round" in d.run_log()
+def test_a_server_killed_between_rounds_resumes_to_the_parameters_of_an_uninterrupted_run(kills: Deployment, tmp_path: Path) -> None:
+    options = ["experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.rounds=3", "server.optimizer=adam", "server.lr=0.001"]
+    options += ["federated.engine=threaded"]
+    here = fl.run([*SMALL, *options, f"run.dir={tmp_path / 'here'}"])
+    kills.server(*options, f"run.dir={kills.start_run('resumed')}")
+    kills.until(lambda: len(kills.metrics) >= 1, "a round")
+    kills.kill("server")
+    kills.server(*options, f"run.dir={kills.run_folder}")
+    run = kills.finished()
+    assert "resuming at round" in kills.run_log()
+    assert "from fedlens.deploy.flower import client_app as app" in (kills.folder / "app/federation/client_app.py").read_text()
     assert [line["round"] for line in run.metrics] == [1, 2, 3]
     assert run.mask == here.mask and distance(run, here) <= 1e-5  # to the bit: test_federation.py
 
 
+def test_a_run_survives_a_site_killed_mid_round_and_a_server_killed_between_rounds(kills: Deployment) -> None:
+    """The round continues without the site, the run resumes after the server, and nothing is lost."""
+    options = ["federated.rounds=5", "deploy.deadline=30", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
+    kills.server(*options)
+    kills.until(lambda: len(kills.metrics) >= 1, "a first round")
+    updates = kills.log("site1").count("train.update")
+    kills.until(lambda: kills.log("site1").count("train.update") > updates, "a second round at site 1")
+    kills.kill("site1")
+    kills.until(lambda: any(line["clients"] == 2 for line in kills.metrics), "the round without site 1")
+    assert "no usable reply from site" in kills.run_log()
+    kills.kill("server")
+    before_restart = kills.metrics
+    time.sleep(3)  # its children notice
+    assert kills.metrics[: len(before_restart)] == before_restart
+    kills.site(1)
+    kills.server(*options)
+    run = kills.finished()
+    clients = [line["clients"] for line in run.metrics]
+    assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
+    assert clients[0] == clients[-1] == 3 and 2 in clients
+    assert "resuming at round" in kills.run_log()
+    assert run.summary["dropped"] == sum(3 - c for c in clients)
+
+
 EVIL = '''
-"""A site that does as its node's configuration says."""
-from fedlens.deploy import client
-from fedlens.deploy.client import client_app as app
-from fedlens.deploy.wire import Parcel
+"""Site 0 is honest. Site 1 sends an update that is not finite and a huge one, site 2 a wrong shape and then garbage."""
+from fedlens.deploy import flower
+from fedlens.deploy.flower import client_app as app
+from fedlens.deploy.protocol import Payload
 from safetensors.torch import load
 
-honest, place_of, evil = client.ask, client.place_of, {}
+honest = flower.request
 
-def remember(context):
-    evil["now"] = str(context.node_config.get("evil", ""))
-    return place_of(context)
-
-def ask(operation, asked, place, memory):
-    reply = honest(operation, asked, place, memory)
-    if operation != "update" or not evil["now"]:
+def request(operation, payload, options, state):
+    reply = honest(operation, payload, options, state)
+    if operation != "update" or options.number == 0:
         return reply
-    found = load(reply.tensors)
-    if evil["now"] == "nan":
-        found["deltas"][0, 7] = float("nan")
-    elif evil["now"] == "shape":
-        found["deltas"] = found["deltas"][:, 1:].contiguous()
-    elif evil["now"] == "huge":
-        found["deltas"] *= 1e9
-    elif evil["now"] == "garbage":
-        return Parcel({}, b"\\x80\\x04garbage" * 1000)
-    return Parcel.of({}, found)
+    tensors = load(reply.tensors)
+    if options.number == 1:
+        tensors["deltas"][0, 7] = float("nan")
+        tensors["deltas"][1] *= 1e9
+    elif payload.metadata["round"] == 0:
+        tensors["deltas"] = tensors["deltas"][:, 1:].contiguous()
+    else:
+        return Payload({}, b"\\x80\\x04garbage" * 1000)
+    return Payload.pack({}, tensors)
 
-client.place_of, client.ask = remember, ask
+flower.request = request
 __all__ = ["app"]
 '''
 
 
-def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
-    kinds = ["", "", "nan", "shape", "huge", "garbage"]
+def test_invalid_updates_are_rejected_and_the_rest_trains(federation: Federation, tmp_path: Path) -> None:
     options = [*SMALL, "federated.clients=6", "federated.rounds=2", "server.norm_bound=100", "deploy.min_fraction=0.3"]
-    with deployment(tmp_path / "f", 6, options) as d:
-        (d.folder / "app/federation/client_app.py").write_text(EVIL)
-        for k, kind in enumerate(kinds):
-            command = client_options(d.folder / "sites" / str(k), own_data=False, address=None, overrides=[])
-            command[command.index("--node-config") + 1] += f' evil="{kind}"' if kind else ""
-            own = [sys.executable, "-m", "fedlens.deploy.programs", "supernode", *command]
-            d.start(f"site{k}", own, env=environment(d.folder / "sites" / str(k) / "flwr"), stdin=subprocess.PIPE)
-        d.server()
-        run = d.finished()
-        assert all(re.search(r"worker \d+ answered update", d.log(f"site{k}")) for k in range(6))
+    app = Path(shutil.copytree(federation.folder / "app", tmp_path / "app"))
+    (app / "federation/client_app.py").write_text(EVIL)
+    deployed = federation.run("evil", options, app)
+    assert all(re.search(r"worker \d+ answered update", log) for log in deployed.logs)
+    run = deployed.run
     assert [line["clients"] for line in run.metrics] == [2, 2]
     assert run.summary["nonfinite"] == 2 and run.summary["refused"] == 6 and run.summary["dropped"] == 0
     log = (run.path / "log.txt").read_text()
-    for line in (
-        "client 2 is not finite",
-        r"deltas is float32 \[1, ",
-        "client 4 has norm .* server.norm_bound is 100; refused",
-        "not safetensors",
+    for pattern, count in (
+        ("client 1 is not finite", 2),
+        (r"deltas is float32 \[2, ", 1),
+        ("client 4 has norm .* server.norm_bound is 100", 2),
+        ("not safetensors", 1),
     ):
-        assert len(re.findall(line, log)) == 2, (line, log)
+        assert len(re.findall(pattern, log)) == count, (pattern, log)
     assert all(bool(t.isfinite().all()) for t in run.state.values()) and float(run.task_vector().norm()) < 10
-    honest = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'all'}"])
+    honest = fl.run([*options, "federated.engine=threaded", f"run.dir={tmp_path / 'all'}"])
     assert run.summary["ridge"]["lambda"] == honest.summary["ridge"]["lambda"]
     assert run.summary["test_accuracy"] == pytest.approx(honest.summary["test_accuracy"], abs=0.05)
 
@@ -347,41 +409,41 @@ def test_bad_updates_are_refused_and_the_rest_trains(tmp_path: Path) -> None:
 # --- outsiders -----------------------------------------------------------------------------------------------------------
 
 
-def test_outsiders_are_not_let_in(tmp_path: Path) -> None:
-    """Sites with another key, no key, another authority, no TLS; one that claims the clients of others; and then those that belong."""
-    with deployment(tmp_path / "f", 3, [*SMALL, "federated.rounds=1"]) as d:
-        d.server()
-        d.until(lambda: "sites may join" in d.log("server"), "the server")
-        good = client_options(d.folder / "sites/0", own_data=False, address=None, overrides=[])
-        make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
-        other = tmp_path / "elsewhere"
-        init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
-        key = good.index("--auth-supernode-private-key")
-        tries = {
-            "wrong key": ([*good[: key + 1], str(tmp_path / "stranger"), *good[key + 2 :]], "2004|Failed to activate"),
-            "no key": ([*good[:key], *good[key + 2 :]], "2001|[Aa]uthent|Failed to"),
-            "wrong authority": (_with(good, "--root-certificates", other / "server/ca.crt"), "CERTIFICATE_VERIFY_FAILED|certificate"),
-            "plain text": (
-                [*_without(_without(good, "--root-certificates"), "--auth-supernode-private-key"), "--insecure"],
-                "failed|unavailable|disconnected|Failed",
-            ),
-        }
-        for name, (command, _) in tries.items():
-            own = ["flower-supernode", *_with(command, "--port", free_port()), "--max-retries", "2"]
-            d.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
-        for name, (_, why) in tries.items():
-            d.until(lambda name=name: d.processes[name].poll() is not None, f"{name}: its end")  # type: ignore[misc]
-            assert d.processes[name].returncode != 0, name
-            assert re.search(why, d.log(name)), (name, d.log(name)[-1500:])
-        d.until(lambda: "0 of 3 clients are there, at 0 sites" in d.run_log(), "the server's count")
-        _door_is_closed(d)
-        greedy = _with(good, "--node-config", "partition-id=0 num-partitions=1")  # with the key of site 0
-        d.start("greedy", ["flower-supernode", *greedy], env=environment(tmp_path / "home-greedy"))
-        d.until(lambda: "claims client 2, which is not one of those that its key stands for" in d.run_log(), "the greedy site's claim")
-        for k in (1, 2):
-            d.site(k)
-        run = d.finished()
-        assert run.metrics[0]["clients"] == 3
+def test_outsiders_are_rejected(federation: Federation, tmp_path: Path) -> None:
+    """Another key, no key, another authority, no TLS; then a site that claims the clients of others."""
+    f = federation
+    good = client_options(f.folder / "sites/0", own_data=False, address=None, overrides=[])
+    make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
+    other = tmp_path / "elsewhere"
+    init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
+    plain = _without(_without(good, "--root-certificates"), "--auth-supernode-private-key")
+    tries = {
+        "wrong key": (_with(good, "--auth-supernode-private-key", tmp_path / "stranger"), "2004|Failed to activate"),
+        "no key": (_without(good, "--auth-supernode-private-key"), "2001|[Aa]uthent|Failed to"),
+        "wrong authority": (_with(good, "--root-certificates", other / "server/ca.crt"), "CERTIFICATE_VERIFY_FAILED|certificate"),
+        "plain text": ([*plain, "--insecure"], "failed|unavailable|disconnected|Failed"),
+    }
+    for name, (command, _) in tries.items():
+        own = ["flower-supernode", *_with(command, "--port", free_port()), "--max-retries", "2"]
+        f.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
+    for name, (_, why) in tries.items():
+        f.until(lambda name=name: f.processes[name].poll() is not None, f"{name}: its end")  # type: ignore[misc]
+        assert f.processes[name].returncode != 0, name
+        assert re.search(why, f.log(name)), (name, f.log(name)[-1500:])
+    _check_port(f)
+    f.stop("site0")
+    greedy = Path(shutil.copytree(f.folder / "sites/0", tmp_path / "greedy", ignore=shutil.ignore_patterns("flwr")))
+    (greedy / "site.json").write_text(json.dumps({"address": f"127.0.0.1:{f.port}", "number": 0, "of": 1}))  # with the key of site 0
+    try:
+        f.start("greedy", fedlens("federate", "client", greedy, DATA))
+        f.until(lambda: "SuperNode ID" in f.log("greedy"), "the greedy site")
+        run = f.run("outsiders", [*SMALL, "federated.rounds=1"]).run
+    finally:
+        f.stop("greedy")
+        f.site(0)
+    log = (run.path / "log.txt").read_text()
+    assert "claims client 2, which its key does not stand for" in log
+    assert "3 of 3 clients are there, at 3 sites" in log and run.metrics[0]["clients"] == 3  # none of the others
 
 
 def _without(command: Sequence[str], option: str) -> list[str]:
@@ -393,8 +455,8 @@ def _with(command: Sequence[str], option: str, value: object) -> list[str]:
     return [*_without(command, option), option, str(value)]
 
 
-def _door_is_closed(d: Deployment) -> None:
-    """Plain HTTP gets nothing; over TLS what starts runs is there for this machine (here: a loopback address)."""
+def _check_port(d: Deployment) -> None:
+    """Check that the port answers neither plain HTTP nor clients without the certificate, and listens on loopback alone."""
     with pytest.raises((urllib.error.URLError, OSError)):
         urllib.request.urlopen(f"http://127.0.0.1:{d.port}/health", timeout=5)
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
@@ -404,7 +466,7 @@ def _door_is_closed(d: Deployment) -> None:
 
 
 def _address() -> str:
-    """This machine's address on a network, if it has one; nothing is sent."""
+    """Return this machine's network address, if it has one, without sending anything."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 9))
         return str(probe.getsockname()[0])
@@ -412,16 +474,14 @@ def _address() -> str:
 
 
 @pytest.mark.skipif(_address().startswith("127."), reason="this machine has no address but loopback")
-def test_from_another_address_only_what_sites_need_is_answered(tmp_path: Path) -> None:
-    from fedlens.deploy.launch import superlink
-
+def test_other_machines_reach_only_the_paths_of_sites(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     init(folder, sites=1, address=f"{_address()}:{free_port()}", overrides=SMALL)
     keys = folder / "server"
     port = int((keys / "address").read_text().split(":")[1])
     context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
     with superlink(keys, _address(), port, environment(keys / "flwr")):
-        for host, path, status in (
+        for host, path, expected in (
             ("127.0.0.1", "/v1/control/list-runs", (400, 415, 422, 500, 200)),
             (_address(), "/v1/control/list-runs", (403,)),
             (_address(), "/v1/control/start-run", (403,)),
@@ -430,17 +490,17 @@ def test_from_another_address_only_what_sites_need_is_answered(tmp_path: Path) -
         ):
             request = urllib.request.Request(f"https://{host}:{port}{path}", data=None if path == "/health" else b"", method=None)
             try:
-                found = urllib.request.urlopen(request, timeout=10, context=context).status
+                status = urllib.request.urlopen(request, timeout=10, context=context).status
             except urllib.error.HTTPError as error:
-                found = error.code
-            assert found in status, (host, path, found)
+                status = error.code
+            assert status in expected, (host, path, status)
 
 
 # --- privacy -------------------------------------------------------------------------------------------------------------
 
 
 def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
-    """Against Balle and Wang's exact formula for one Gaussian mechanism; k of them are one with the noise divided by sqrt(k)."""
+    """The reference is Balle and Wang's exact formula for one Gaussian mechanism; k of them equal one with the noise divided by sqrt(k)."""
     from math import erf, exp, sqrt
 
     from fedlens.training.privacy import epsilon
@@ -452,16 +512,16 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
         return phi(1 / (2 * noise) - eps * noise) - exp(eps) * phi(-1 / (2 * noise) - eps * noise)
 
     for noise, rounds in ((1.0, 1), (2.0, 10), (5.0, 100)):
-        found = epsilon(noise, rounds, 1e-5)
+        spent = epsilon(noise, rounds, 1e-5)
         low, high = 0.0, 100.0
         for _ in range(100):
             middle = (low + high) / 2
             low, high = (middle, high) if delta(middle, noise / sqrt(rounds)) > 1e-5 else (low, middle)
-        assert low <= found <= 1.25 * low + 0.2  # never less than the truth; Rényi accounting is a little above it
+        assert low <= spent <= 1.25 * low + 0.2  # never less than the truth; Rényi accounting is a little above it
     assert epsilon(1.0, 0, 1e-5) == 0.0
 
 
-def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path) -> None:
+def test_noise_has_its_standard_deviation_a_secret_key_and_repeats_on_resume(tmp_path: Path) -> None:
     options = [*SMALL, "privacy.clip=0.01", "privacy.noise=2", "federated.rounds=3", "federated.eval_every=1", "run.keep_last=9"]
     first, second = (fl.run([*options, f"run.dir={tmp_path / name}"]) for name in "ab")
     plain = fl.run([*SMALL, "privacy.clip=0.01", "federated.rounds=3", f"run.dir={tmp_path / 'plain'}"])
@@ -482,8 +542,8 @@ def test_noise_is_of_its_size_secret_and_the_same_after_a_resume(tmp_path: Path)
     assert all(torch.equal(again.state[name], tensor) for name, tensor in before.items())  # the same noise, and no second look at a round
 
 
-def test_a_round_that_is_done_again_with_other_answers_has_another_noise() -> None:
-    """Under the same noise two models of one round would tell the difference of their sums, bare."""
+def test_a_round_repeated_with_other_updates_has_different_noise() -> None:
+    """With the same noise, two models of one round would reveal the difference of their sums."""
     from fedlens.overrides import compose
     from fedlens.training.privacy import Privacy
 
@@ -497,35 +557,37 @@ def test_a_round_that_is_done_again_with_other_answers_has_another_noise() -> No
 
 
 @pytest.mark.parametrize("stage", ["setup", "share_keys", "collect_masked_vectors", "unmask"])
-def test_a_site_that_dies_in_any_stage_of_secure_aggregation_is_the_one_that_is_left_out(stage: str) -> None:
-    sites = SecretSites(4, dies=(104, stage))
-    found, failed = sites.mean()
+def test_secure_aggregation_leaves_out_exactly_the_site_that_dies_in_any_stage(stage: str) -> None:
+    sites = SecAggSites(4, dies=(104, stage))
+    mean, failed = sites.mean()
     assert failed == {104}
-    if found is None:  # then the others try again
+    if mean is None:  # then the others try again
         sites.ids.remove(104)
-        found, failed = sites.mean()
+        mean, failed = sites.mean()
         assert failed == set()
-    assert found is not None and found.clients == (4 if stage == "unmask" else 3)
+    assert mean is not None and mean.clients == (4 if stage == "unmask" else 3)
 
 
-@pytest.mark.parametrize("said", [{}, {"loss": float("nan")}, {"loss": "low"}, {"loss": 1e308}, {"loss": 1.0, "clients": 10**6}], ids=str)
-def test_what_a_site_says_beside_its_masked_update_neither_stops_nor_repeats_a_sum(said: dict[str, Any]) -> None:
-    found, failed = SecretSites(4, said={104: said}).mean()
-    assert found is not None and failed == set() and found.clients == 4 and float(found.loss) == 1.0
-    assert found.delta.tolist() == pytest.approx([sum(range(101, 105)) / 4e4] * 5, abs=1e-5)
+@pytest.mark.parametrize(
+    "metrics", [{}, {"loss": float("nan")}, {"loss": "low"}, {"loss": 1e308}, {"loss": 1.0, "clients": 10**6}], ids=str
+)
+def test_invalid_metrics_beside_a_masked_update_do_not_stop_secure_aggregation(metrics: dict[str, Any]) -> None:
+    mean, failed = SecAggSites(4, metrics={104: metrics}).mean()
+    assert mean is not None and failed == set() and mean.clients == 4 and float(mean.loss) == 1.0
+    assert mean.delta.tolist() == pytest.approx([sum(range(101, 105)) / 4e4] * 5, abs=1e-5)
 
 
-class SecretSites:
-    """Sites in this process that do Flower's part of the protocol; site k's update is k / 10,000 everywhere."""
+class SecAggSites:
+    """Sites in this process that run Flower's client half of SecAgg+; site k's update is k / 10,000 everywhere."""
 
     def __init__(
         self,
         count: int,
         dies: tuple[int, str] = (0, ""),
-        said: dict[int, dict[str, Any]] | None = None,
+        metrics: dict[int, dict[str, Any]] | None = None,
         spoil: Callable[[str, Any, Any], None] = lambda stage, record, content: None,
     ) -> None:
-        self.ids, self.dies, self.said = list(range(101, 101 + count)), dies, said or {}
+        self.ids, self.dies, self.metrics = list(range(101, 101 + count)), dies, metrics or {}
         self.spoil = spoil  # what the last site does to its answers: stage, the protocol's record, all records
         self.contexts: dict[int, Any] = {}
         self.replies: dict[str, Any] = {}
@@ -535,17 +597,17 @@ class SecretSites:
         from flwr.app import Context, RecordDict
         from flwr.supercore.task_identity import TaskIdentity
 
-        from fedlens.deploy.secure import Counted, secure_mean
-        from fedlens.deploy.wire import Parcel
+        from fedlens.deploy.protocol import Payload
+        from fedlens.deploy.secure import CountedGrid, secure_mean
 
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         made = [Context(run_id=1, node_id=k, node_config={}, state=RecordDict(), run_config={}, series_id=1) for k in (1, *self.ids)]
         self.contexts = {context.node_id: context for context in made}
-        grid = Counted(self)  # type: ignore[arg-type]
-        parcels = {k: Parcel({"clients": [k]}, b"x") for k in self.ids}
+        grid = CountedGrid(self)  # type: ignore[arg-type]
+        payloads = {k: Payload({"clients": [k]}, b"x") for k in self.ids}
         samples = dict.fromkeys(self.ids, 10)
-        found = secure_mean(grid, self.contexts[1], parcels, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=1.0)
-        return found, grid.failed
+        mean = secure_mean(grid, self.contexts[1], payloads, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=1.0)
+        return mean, grid.failed
 
     def push_messages(self, messages: Any) -> list[str]:
         self.replies = {str(reply.metadata.src_node_id): reply for reply in self.answers(messages)}
@@ -568,23 +630,23 @@ class SecretSites:
         from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
         from flwr.compat.common import recorddict_compat
 
-        found = []
+        replies = []
         for message in messages:
             site, stage = message.metadata.dst_node_id, message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]
             if site == self.dies[0] and Stage.all().index(stage) >= Stage.all().index(self.dies[1]):
                 continue
 
-            def train(asked: Any, context: Any, site: int = site) -> Any:
+            def train(message: Any, context: Any, site: int = site) -> Any:
                 update = ndarrays_to_parameters([np.full(5, site / 10_000, np.float32)])
-                answered = FitRes(Status(Code.OK, ""), update, 10, self.said.get(site, {"loss": 1.0, "clients": 1}))
-                return Message(recorddict_compat.fitres_to_recorddict(answered, keep_input=False), reply_to=asked)
+                answered = FitRes(Status(Code.OK, ""), update, 10, self.metrics.get(site, {"loss": 1.0, "clients": 1}))
+                return Message(recorddict_compat.fitres_to_recorddict(answered, keep_input=False), reply_to=message)
 
             with suppress(KeyError, ValueError):  # to the others it has dropped out
                 reply = secaggplus_mod(copy.deepcopy(message), self.contexts[site], train)
                 if site == max(self.contexts):
                     self.spoil(stage, reply.content.config_records[RECORD_KEY_CONFIGS], reply.content)
-                found.append(reply)
-        return found
+                replies.append(reply)
+        return replies
 
 
 def as_npy(*shape: int) -> bytes:
@@ -599,7 +661,7 @@ def _header(text: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
-def _said_samples(content: Any, value: Any) -> None:
+def _report_samples(content: Any, value: Any) -> None:
     content.metric_records["fitres.num_examples"]["num_examples"] = value
 
 
@@ -621,26 +683,26 @@ BROKEN: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {  # stage; what beco
         "collect_masked_vectors",
         lambda record, content: record.update({"masked_params": [record["masked_params"][0], record["masked_params"][1][:-8]]}),
     ),
-    "other samples": ("collect_masked_vectors", lambda record, content: _said_samples(content, 11)),
-    "infinite samples": ("collect_masked_vectors", lambda record, content: _said_samples(content, float("inf"))),
-    "a list of samples": ("collect_masked_vectors", lambda record, content: _said_samples(content, [1, 2])),
+    "other samples": ("collect_masked_vectors", lambda record, content: _report_samples(content, 11)),
+    "infinite samples": ("collect_masked_vectors", lambda record, content: _report_samples(content, float("inf"))),
+    "a list of samples": ("collect_masked_vectors", lambda record, content: _report_samples(content, [1, 2])),
     "a share without end": ("unmask", lambda record, content: record.update({"shares": [part + bytes(5000) for part in record["shares"]]})),
     "no result": ("collect_masked_vectors", lambda record, content: [content.pop(k) for k in list(content) if content[k] is not record]),
     "keys of strangers": ("unmask", lambda record, content: record.update({"nids": [999] * len(record["nids"])})),
 }
 
 
-def test_a_reply_that_cannot_be_received_leaves_out_its_site_alone() -> None:
-    sites = SecretSites(4)
+def test_secure_aggregation_leaves_out_only_the_site_with_an_unreadable_reply() -> None:
+    sites = SecAggSites(4)
     sites.unreadable = "104"
     assert sites.mean()[1] == {104}
 
 
-def test_a_sum_with_a_part_that_is_no_update_is_seen_to_be_none() -> None:
-    """Who sent it is what nobody can know."""
+def test_a_mean_with_an_invalid_part_is_rejected() -> None:
+    """The site that sent it cannot be identified."""
     import numpy as np
 
-    from fedlens.deploy.federation import sound_sum
+    from fedlens.deploy.server import checked_mean
 
     def other(stage: str, record: Any, content: Any) -> None:
         if stage == "collect_masked_vectors":
@@ -648,34 +710,34 @@ def test_a_sum_with_a_part_that_is_no_update_is_seen_to_be_none() -> None:
             np.save(part, np.full(5, 123_456_789, np.int64))
             record["masked_params"] = [record["masked_params"][0], part.getvalue()]
 
-    found, failed = SecretSites(4, spoil=other).mean()
-    assert found is not None and failed == set()
-    with pytest.raises(UserError, match="a site sent nonsense, and nobody can tell which"):
-        sound_sum(found, 5, 0.1, [10] * 4, 0)
+    mean, failed = SecAggSites(4, spoil=other).mean()
+    assert mean is not None and failed == set()
+    with pytest.raises(UserError, match="a site sent an invalid update; it cannot be identified"):
+        checked_mean(mean, 5, 0.1, [10] * 4, 0)
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_who_breaks_the_form_of_secure_aggregation_is_the_one_that_is_left_out(kind: str) -> None:
+def test_secure_aggregation_leaves_out_exactly_the_site_with_a_malformed_reply(kind: str) -> None:
     stage, broken = BROKEN[kind]
-    sites = SecretSites(4, spoil=lambda at, record, content: broken(record, content) if at == stage else None)
-    found, failed = sites.mean()
+    sites = SecAggSites(4, spoil=lambda at, record, content: broken(record, content) if at == stage else None)
+    mean, failed = sites.mean()
     assert failed == {104}
-    if found is None:  # then the others try again
+    if mean is None:  # then the others try again
         sites.ids.remove(104)
         sites.spoil = lambda at, record, content: None
-        found, failed = sites.mean()
+        mean, failed = sites.mean()
         assert failed == set()
-    assert found is not None and found.delta.shape == (5,) and found.clients == (4 if stage == "unmask" else 3)
+    assert mean is not None and mean.delta.shape == (5,) and mean.clients == (4 if stage == "unmask" else 3)
 
 
-def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
-    """A key that is taken away leaves the others their clients; another file in the folder is no key; without any nobody could be known."""
+def test_sites_keep_their_clients_when_another_key_is_removed(tmp_path: Path) -> None:
+    """Other files in the folder are not keys, and a folder without keys is an error."""
     from types import SimpleNamespace as Some
 
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    from fedlens.deploy.apps import GridCourier
+    from fedlens.deploy.flower import GridTransport
 
     keys = [ec.generate_private_key(ec.SECP384R1()).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for _ in range(3)]
     for k, key in enumerate(keys):
@@ -683,7 +745,7 @@ def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
     grid = Some(get_nodes=lambda: [Some(node_id=100 + k, public_key=key) for k, key in enumerate(keys)])
 
     def clients() -> list[list[int]]:
-        courier = GridCourier(grid, None, tmp_path)  # type: ignore[arg-type]
+        courier = GridTransport(grid, None, tmp_path)  # type: ignore[arg-type]
         return [[client for client in range(6) if courier.may_have(100 + k, client)] for k in range(3)]
 
     assert clients() == [[0, 3], [1, 4], [2, 5]]
@@ -719,32 +781,32 @@ def test_sites_are_known_by_the_keys_that_are_left(tmp_path: Path) -> None:
         "why?",
     ],
 )
-def test_any_folder_can_be_named(tmp_path: Path, name: str) -> None:
+def test_folder_names_survive_quoting(tmp_path: Path, name: str) -> None:
     import shlex
     import tomllib
     from types import SimpleNamespace as Some
 
     from flwr.common.config import parse_config_args
 
-    from fedlens.deploy.client import place_of
+    from fedlens.deploy.flower import site_options
     from fedlens.deploy.launch import app_config
-    from fedlens.deploy.node import local_config
+    from fedlens.deploy.site import local_config
     from fedlens.overrides import compose, to_yaml
 
     folder = tmp_path / name
     init(folder, sites=1, address="127.0.0.1:9092", overrides=["experiment=fedavg_iid", "federated.clients=3", f"data.root={folder}"])
-    given = app_config(folder / "app" / "pyproject.toml")
-    assert Path(given["run-dir"]) == folder / "run" and shlex.split(given["overrides"])[-1] == f"data.root={folder}"
+    settings = app_config(folder / "app" / "pyproject.toml")
+    assert Path(settings["run-dir"]) == folder / "run" and shlex.split(settings["overrides"])[-1] == f"data.root={folder}"
     options = client_options(folder / "sites" / "0", own_data=True, address=None, overrides=[f"data.root={folder}"])
-    place = place_of(Some(node_config=parse_config_args([options[options.index("--node-config") + 1]])))  # type: ignore[arg-type]
-    assert place.overrides == (f"data.root={folder}",) and place.own
-    assert local_config(to_yaml(compose(["experiment=fedavg_iid"])), place.overrides).data.root == str(folder)
+    site = site_options(Some(node_config=parse_config_args([options[options.index("--node-config") + 1]])))  # type: ignore[arg-type]
+    assert site.overrides == (f"data.root={folder}",) and site.own_data
+    assert local_config(to_yaml(compose(["experiment=fedavg_iid"])), site.overrides).data.root == str(folder)
     file = folder / "app" / "pyproject.toml"
-    file.write_text(file.read_text().replace("escaped = true\n", ""))  # of an older version: as it stands
+    file.write_text(file.read_text().replace("escaped = true\n", ""))  # a folder of an old version has unescaped values
     assert app_config(file)["run-dir"] == tomllib.loads(file.read_text())["tool"]["flwr"]["app"]["config"]["run-dir"]
 
 
-def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
+def test_a_site_can_send_only_replies_in_its_own_name() -> None:
     from types import SimpleNamespace as Some
 
     from fedlens.deploy.programs import replies_only
@@ -756,18 +818,18 @@ def test_a_site_sends_replies_in_its_own_name_and_nothing_else() -> None:
         if taken:
             assert push(request=request, state=None) == "taken"
         else:
-            with pytest.raises(PermissionError, match="node 7 sent a message that is no reply of its own"):
+            with pytest.raises(PermissionError, match="node 7 sent a message that is not its own reply"):
                 push(request=request, state=None)
 
 
-def test_a_reply_that_cannot_be_received_takes_no_other_with_it() -> None:
+def test_an_unreadable_reply_does_not_lose_the_others() -> None:
     from flwr.app import Context, Message, RecordDict
 
-    from fedlens.deploy.apps import GridCourier, to_record
-    from fedlens.deploy.wire import Parcel
+    from fedlens.deploy.flower import GridTransport, to_record
+    from fedlens.deploy.protocol import Payload
 
     class Grid:
-        """As SuperLink does it: what is fetched counts as delivered, whatever becomes of it."""
+        """A grid like SuperLink's: a fetched reply counts as delivered even if it cannot be read."""
 
         def __init__(self) -> None:
             self.left: dict[str, Any] = {}
@@ -782,51 +844,71 @@ def test_a_reply_that_cannot_be_received_takes_no_other_with_it() -> None:
                 raise ValueError("garbage")
             replies = []
             for name, asked in taken:
-                reply = Message(to_record(Parcel({"site": asked.metadata.dst_node_id})), reply_to=asked)
+                reply = Message(to_record(Payload({"site": asked.metadata.dst_node_id})), reply_to=asked)
                 reply.metadata.__dict__["_reply_to_message_id"] = name
                 replies.append(reply)
             return replies
 
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={}, series_id=1)
-    found = GridCourier(Grid(), context).ask("hello", {k: Parcel({}) for k in (1, 2, 3)}, 5.0)  # type: ignore[arg-type]
-    assert [found[k].facts["site"] for k in (1, 3)] == [1, 3] and "cannot be received" in str(found[2])  # type: ignore[union-attr]
+    replies = GridTransport(Grid(), context).send("hello", {k: Payload({}) for k in (1, 2, 3)}, 5.0)  # type: ignore[arg-type]
+    assert [replies[k].metadata["site"] for k in (1, 3)] == [1, 3] and "cannot be received" in str(replies[2])  # type: ignore[union-attr]
 
 
-def test_under_secure_aggregation_the_mean_comes_and_nothing_else(tmp_path: Path) -> None:
-    """Flower's SecAgg+ on the active coordinates: the parameters of the open run but for the rounding of the protocol's integers."""
-    options = [*SMALL, "experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.clients=5", "federated.rounds=2", "optim.lr=0.05"]
-    here = fl.run([*options, "federated.engine=sequential", f"run.dir={tmp_path / 'here'}"])
-    with deployment(tmp_path / "o'brien, müller #3 50%20", 3, [*options, "privacy.secure_aggregation=true", "privacy.range=0.05"]) as d:
-        d.server("--simulate")
-        run = d.finished()
-        for k in range(3):
-            d.site(k)
-        d.server(f"run.dir={tmp_path / 'apart'}")
-        d.finished()
-        apart = fl.load_run(tmp_path / "apart")
-        assert [len(re.findall(r"worker \d+ answered mean", d.log(f"site{k}"))) for k in range(3)] == [2, 2, 2]
-    moved = here.task_vector()
-    for found in (run, apart):
-        assert float((found.task_vector() - moved).norm()) < 1e-3 * float(moved.norm()) > 0
-        assert [line["clients"] for line in found.metrics] == [5, 5]
+SECURE = [*SMALL, "experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.clients=5", "federated.rounds=2", "optim.lr=0.05"]
+
+
+def test_secure_aggregation_gives_the_parameters_of_the_open_run(
+    federation: Federation, simulation: Callable[[str, Sequence[str]], Run], tmp_path: Path
+) -> None:
+    """SecAgg+ runs on the active coordinates; only the rounding to the protocol's integers differs."""
+    here = fl.run([*SECURE, "federated.engine=threaded", f"run.dir={tmp_path / 'here'}"])
+    private = [*SECURE, "privacy.secure_aggregation=true", "privacy.range=0.05"]
+    deployed = federation.run("secure", private)
+    assert [len(re.findall(r"worker \d+ answered mean", log)) for log in deployed.logs] == [2, 2, 2]
+    moved, run = here.task_vector(), deployed.run
+    for private_run in (run, simulation("secure", private)):
+        assert float((private_run.task_vector() - moved).norm()) < 1e-3 * float(moved.norm()) > 0
+        assert [line["clients"] for line in private_run.metrics] == [5, 5]
     assert not {"cosine", "sign_conflict", "client_norm", "drift_ratio"} & set(run.metrics[0])
     assert run.metrics[1]["train_loss"] == pytest.approx(here.metrics[1]["train_loss"], rel=1e-3)
     vectors = 2 * 3 * 8 * run.summary["trainable_parameters"]  # eight bytes a number, one vector a site and round
     assert vectors < run.summary["bytes_up"] < 1.3 * vectors + 10**6
 
 
+def test_both_halves_of_secure_aggregation_draw_their_masks_from_aes() -> None:
+    """Flower's own generator has only 32 bits of state."""
+    script = """
+import sys, fedlens.deploy.flower, numpy
+from importlib import import_module
+from fedlens.deploy.secure import aes_masks
+halves = "flwr.client.mod.secure_aggregation.secaggplus_mod", "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
+assert all(import_module(half).pseudo_rand_gen is aes_masks for half in halves)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_masks_are_uniform_integers_that_the_seed_decides() -> None:
+    from fedlens.deploy.secure import aes_masks
+
+    first, second = aes_masks(b"seed", 2**22, [(100_000,), (3, 4)])
+    assert first.shape == (100_000,) and second.shape == (3, 4) and first.min() >= 0 and first.max() < 2**22
+    assert abs(first.mean() / 2**21 - 1) < 0.01 and len(set(first.tolist())) > 95_000
+    assert (aes_masks(b"seed", 2**22, [(100_000,), (3, 4)])[0] == first).all()
+    assert (aes_masks(b"other", 2**22, [(100_000,)])[0] != first).mean() > 0.99
+
+
 # --- the page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_how_to_page_word_for_word(tmp_path: Path) -> None:
-    """Every command of its first three chapters, sites in the background as in terminals of their own, then its Python."""
+def test_the_commands_of_the_how_to_page_work(tmp_path: Path) -> None:
+    """Run every command of the first three sections, with the sites in the background, then the Python code."""
     page = (ROOT / "docs/howto/deploy.md").read_text()
-    part = page[page.index("## 1. In one process") : page.index("## When something fails")]
+    part = page[page.index("## 1. In one process") : page.index("## Recover from failures")]
     fences = re.findall(r"^```(\w+)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", 9092)) == 0:
             pytest.skip("port 9092 is taken here")
-    env = {**os.environ, "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"], "PYTHONPATH": ""}
+    env = {**os.environ, "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"], "PYTHONPATH": str(ROOT / "src")}
     sites: list[subprocess.Popen[bytes]] = []
     try:
         for line in (line for language, text in fences if language == "bash" for line in text.splitlines()):
@@ -839,13 +921,13 @@ def test_the_how_to_page_word_for_word(tmp_path: Path) -> None:
                 assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
         assert len(sites) == 3
         python = "\n".join(text for language, text in fences if language == "python")
-        said = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
     finally:
         for site in sites:
             with suppress(ProcessLookupError):
                 os.killpg(site.pid, signal.SIGKILL)
             site.wait()
-    rows = [line.split() for line in said.splitlines()]
+    rows = [line.split() for line in output.splitlines()]
     assert [row[0] for row in rows] == ["simulated", "federation/simulated", "federation/run"]
     assert len({row[1] for row in rows}) == 1 and all(abs(float(row[3].strip("tensor()"))) < 1e-5 for row in rows)
 

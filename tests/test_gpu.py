@@ -14,7 +14,7 @@ from fedlens.lens.merging import RULES
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.models import create_model
 from fedlens.seeding import torch_rng
-from fedlens.tasks.image import Augment, ImageBank, Pipeline
+from fedlens.tasks.image import Augment, ImageTask, Pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler warns about itself
 CUDA = torch.device("cuda")
@@ -39,11 +39,11 @@ def test_a_timm_backbone_is_adapted() -> None:
 
 def test_batches_are_the_same_on_cpu_and_gpu() -> None:
     data = load_dataset("fashion_mini")
-    draws = Augment(2, True, 2).draw((32,), torch_rng(0, "t"))
-    banks = [ImageBank(data.train, d) for d in (torch.device("cpu"), CUDA)]
-    assert banks[1].resident is not None
-    index, pipeline = torch.randperm(len(data.train))[:32], Pipeline(56, data.mean, data.std)
-    a, b = (pipeline(bank.images(index), draws.to(bank.device)).cpu() for bank in banks)
+    pipeline, augment, index = Pipeline(56, data.mean, data.std), Augment(2, True, 2), torch.randperm(len(data.train))[:32]
+    draws = augment.draw((32,), torch_rng(0, "t"))
+    tasks = [ImageTask(pipeline, augment, d) for d in (torch.device("cpu"), CUDA)]
+    assert tasks[1].samples(data.train).resident is not None
+    a, b = (task.batch(task.samples(data.train), index, draws)[0].cpu() for task in tasks)
     assert torch.allclose(a, b, atol=1e-3)
 
 
@@ -118,7 +118,7 @@ def test_a_gpu_draws_the_labels_of_a_cpu_and_gives_its_sensitivities() -> None:
     images = torch.rand(24, 3, 28, 28, generator=torch.Generator().manual_seed(0)).double()
     on_cpu = sensitivity(model, images)
     on_gpu = sensitivity(model.to(CUDA), images.to(CUDA), chunk=7)
-    for name, found in on_gpu.items():
-        assert torch.allclose(found.cpu(), on_cpu[name], rtol=1e-5, atol=1e-5 * float(on_cpu[name].max())), name
+    for name, scores in on_gpu.items():
+        assert torch.allclose(scores.cpu(), on_cpu[name], rtol=1e-5, atol=1e-5 * float(on_cpu[name].max())), name
     with torch.autocast("cuda", torch.bfloat16):
         assert all(bool(f.isfinite().all()) for f in sensitivity(model.float(), images.float().to(CUDA)).values())

@@ -60,7 +60,7 @@ def test_bad_input_is_refused() -> None:
         ridge_head(*ridge_statistics(z, y, 5), lam=0.0)
     with pytest.raises(UserError, match="300 labels"):
         ridge_statistics(z[:10], y, 5)
-    with pytest.raises(UserError, match="'0 to 4' given, allowed is 0 to 3"):
+    with pytest.raises(UserError, match="labels must be 0 to 3, got '0 to 4'"):
         ridge_statistics(z, y, 4)
     A, b = ridge_statistics(z, y, 5)
     with pytest.raises(UserError, match="positive definite"):

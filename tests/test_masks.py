@@ -237,9 +237,9 @@ def test_random_layerwise_without_values_has_its_share_of_qkv_in_queries_and_key
 def test_leaving_out_too_much_or_the_unknown_is_refused() -> None:
     with pytest.raises(UserError, match="Did you mean 'query'"):
         build_mask(tiny(), "random", 0.1, without=["querry"])
-    with pytest.raises(UserError, match=r"mask.density must be at most .* coordinates without mlp in, mlp out, got 0.5"):
+    with pytest.raises(UserError, match=r"mask\.density must be at most 0\.\d+ without mlp in, mlp out .*, got 0\.5"):
         build_mask(tiny(), "random", 0.5, without=["mlp in", "mlp out"])
-    with pytest.raises(UserError, match=r"mask.density must be at most, got 0.1"):
+    with pytest.raises(UserError, match=r"mask\.density must be at most 0\.\d+ for qk_only .*, got 0\.1"):
         build_mask(tiny(), "qk_only", 0.1, without=["query"])
     with pytest.raises(UserError, match="nothing to choose from"):
         build_mask(tiny(), "qk_only", 0.1, without=["query", "key"])
@@ -252,7 +252,7 @@ def test_random_layerwise_keeps_the_counts_of_every_tensor() -> None:
     assert control.per_tensor() == like.per_tensor() and control.iou(like) < 0.5
     assert calibrate_mask(model, images, strategy="random_layerwise", density=0.05, rounds=2) == control  # by default least_sensitive's
     assert build_mask(model, "random_layerwise", 0.05, like=like, seed=1) != control
-    with pytest.raises(UserError, match=r"mask\.density: 0\.1 given"):
+    with pytest.raises(UserError, match=r"mask\.density must be equal to the density of mask\.like .*, got 0\.1"):
         build_mask(model, "random_layerwise", 0.1, like=like)
     with pytest.raises(UserError, match="another model"):
         build_mask(Small(), "random_layerwise", 0.05, like=like)
@@ -335,9 +335,9 @@ def test_scores_and_weights_must_be_finite(bad: float) -> None:
     ("options", "message"),
     [
         ({"strategy": "least_sensitve"}, "Did you mean 'least_sensitive'"),
-        ({"density": 0.0}, "0 < density <= 1"),
-        ({"density": 1.5}, "0 < density <= 1"),
-        ({"density": float("nan")}, "0 < density <= 1"),
+        ({"density": 0.0}, r"mask\.density must be in \(0, 1\]"),
+        ({"density": 1.5}, r"mask\.density must be in \(0, 1\]"),
+        ({"density": float("nan")}, r"mask\.density must be in \(0, 1\]"),
         ({"rounds": 0}, r"mask\.rounds"),
         ({"soft": -1.0, "score": lambda names, active: {}}, r"mask\.soft"),
         ({}, "needs images"),
@@ -374,7 +374,7 @@ def test_selection_refuses_nan_and_more_than_there_is() -> None:
     assert select(scores, among, 1).tolist() == [True, False, False]  # outside the candidates a NaN is nobody's business
     with pytest.raises(UserError, match="NaN"):
         select(scores, torch.ones(3, dtype=torch.bool), 1)
-    with pytest.raises(UserError, match="3 entries asked for among 2"):
+    with pytest.raises(UserError, match="cannot select 3 of 2"):
         select(scores, among, 3)
 
 
@@ -555,7 +555,7 @@ def test_a_mask_that_does_not_fit_the_model_freezes_nothing(case: str) -> None:
     else:
         masks["more" if case == "surplus" else "norm.bias"] = torch.zeros(3, dtype=torch.bool)
     with pytest.raises(
-        UserError, match={"absent": "head.bias is not named", "surplus": "more is no", "shape": r"is \[3\], needs \[9\]"}[case]
+        UserError, match={"absent": r"missing head\.bias", "surplus": "surplus more", "shape": r"is \[3\], needs \[9\]"}[case]
     ):
         Mask(masks).freeze(model)
     assert all(param.requires_grad for param in model.parameters())
@@ -580,7 +580,7 @@ def test_a_rule_of_ones_own_that_keeps_another_number_is_refused(monkeypatch: py
         }[wrong]()
 
     monkeypatch.setitem(STRATEGIES, "own", rule)
-    with pytest.raises(UserError, match=r"mask.strategy: 'own' gave .* allowed is bool \[.*\] with exactly"):
+    with pytest.raises(UserError, match=r"mask\.strategy: 'own' must return bool \[.*\] with exactly .* got"):
         build_mask(tiny(), "own", 0.0001)
 
 

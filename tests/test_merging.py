@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedlens.errors import UserError
-from fedlens.lens.merging import RULES, merge, options_of, rule
+from fedlens.lens.merging import CONTEXT, RULES, check_merge, merge, merge_rows
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
+from fedlens.registry import accepted, options_of, register
 from fedlens.seeding import torch_rng
 
 Rows = list[list[float]]
@@ -34,9 +35,10 @@ FRACTIONS = st.sampled_from([0.01, 0.1, 0.2, 0.35, 0.5, 0.85])
 
 
 def options_for(name: str, deltas: Tensor) -> dict[str, object]:
-    """Every option of every rule, as the server passes them: each takes its own."""
+    """Return the rule's own options and what it needs of the round."""
     fishers = torch.rand(deltas.shape, generator=torch.Generator().manual_seed(1))
-    return {"fishers": fishers, "density": 0.4, "drop": 0.3, "trim": 0.2, "clip_norm": None, "seed": 5, "round": 2, "unheard_of": name}
+    options = {"density": 0.4, "drop": 0.3, "trim": 0.2, "clip_norm": None, "seed": 5, "round": 2}
+    return accepted(RULES[name], {"fishers": fishers, "clients": list(range(len(deltas))), **options})
 
 
 # --- oracles: plain loops over numbers
@@ -187,16 +189,18 @@ def test_the_sum_is_n_means_and_plain_with_equal_weights(cohort: tuple[Tensor, T
 def test_the_order_of_clients_does_not_matter_and_nothing_is_changed(cohort: tuple[Tensor, Tensor], order: object, name: str) -> None:
     deltas, weights = cohort
     options = options_for(name, deltas)
-    before = deltas.clone(), weights.clone(), options["fishers"].clone()  # type: ignore[attr-defined]
-    clients = list(range(len(deltas)))
-    merged = RULES[name](deltas, weights, clients=clients, **options)
-    assert all(torch.equal(a, b) for a, b in zip(before, (deltas, weights, options["fishers"]), strict=True))  # type: ignore[arg-type]
+    inputs = [deltas, weights, *([options["fishers"]] if "fishers" in options else [])]
+    before = [tensor.clone() for tensor in inputs]  # type: ignore[attr-defined]
+    merged = RULES[name](deltas, weights, **options)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))  # type: ignore[arg-type]
     assert merged.shape == deltas.shape[1:] and merged.dtype == deltas.dtype
     merged.add_(1.0)  # nor does the result share memory with what came in
     assert torch.equal(deltas, before[0])
+    clients = list(range(len(deltas)))
     order.shuffle(clients)  # type: ignore[attr-defined]
-    turned = options | {"fishers": options["fishers"][clients]}  # type: ignore[index]
-    assert torch.allclose(RULES[name](deltas[clients], weights[clients], clients=clients, **turned) + 1.0, merged, atol=1e-5)
+    turned = options | ({"fishers": options["fishers"][clients]} if "fishers" in options else {})  # type: ignore[index]
+    turned |= {"clients": clients} if "clients" in options else {}
+    assert torch.allclose(RULES[name](deltas[clients], weights[clients], **turned) + 1.0, merged, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -225,11 +229,10 @@ def test_selection_is_exact_on_a_hundred_thousand_equal_entries() -> None:
 
 
 def test_every_rule_says_in_a_line_what_it_is() -> None:
-    for name, function in RULES.items():
-        assert rule(name) is function
+    for function in RULES.values():
         assert function.__doc__ and "\n" not in function.__doc__
-    with pytest.raises(UserError, match=r"server\.merge"):
-        rule("tie")
+    with pytest.raises(UserError, match=r"server\.merge must be one of .* Did you mean 'ties'"):
+        merge_rows("tie", torch.ones(2, 3), torch.ones(2), {})
 
 
 BAD = [("ties", {"density": d}) for d in (0, -0.1, 1.1)] + [("dare", {"drop": d}) for d in (-0.1, 1.0)]
@@ -243,8 +246,57 @@ BAD += [
 
 @pytest.mark.parametrize(("name", "options"), BAD)
 def test_an_option_out_of_range_is_refused(name: str, options: dict[str, float]) -> None:
-    with pytest.raises(UserError, match="allowed is"):
+    with pytest.raises(UserError, match=rf"server\.merge_options\.{next(iter(options))}.* must be .*, got") as direct:
         RULES[name](torch.ones(2, 3), torch.ones(2), **options)
+    with pytest.raises(UserError) as before_a_run:
+        check_merge(name, options)
+    assert str(before_a_run.value) == str(direct.value)
+
+
+def test_merge_options_are_checked_before_a_run() -> None:
+    for name in RULES:
+        check_merge(name, {})
+    check_merge("breadcrumbs", {"top": 0, "bottom": 0.5})
+    for name, options, message in [
+        ("tie", {}, r"server\.merge must be one of"),
+        ("ties", {"densty": 0.1}, r"server\.merge_options of ties must be one of density; got 'densty'\. Did you mean 'density'"),
+        ("mean", {"trim": 0.1}, r"server\.merge_options must be empty for mean"),
+        ("dare", {"seed": 1}, r"server\.merge_options of dare must be one of drop; got 'seed'"),
+        ("ties", {"density": "all"}, r"server\.merge_options\.density must be a number, got 'all'"),
+        ("ties", {"density": True}, r"server\.merge_options\.density must be a number, got True"),
+        ("ties", {"density": float("nan")}, r"server\.merge_options\.density must be in \(0, 1\]"),
+        ("clipped_mean", {"clip_norm": "far"}, r"server\.merge_options\.clip_norm: rule 'clipped_mean' fails on three test vectors"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check_merge(name, options)
+
+
+def test_a_registered_rule_gets_its_options_and_the_context_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RULES, "_members", dict(RULES))
+    seen: list[dict[str, object]] = []
+
+    @register("merge rule")
+    def first(deltas: Tensor, weights: Tensor, *, scale: float, clients: list[int]) -> Tensor:
+        seen.append({"scale": scale, "clients": clients})
+        return deltas[0] * scale
+
+    @register("merge rule", "named")
+    def everything(deltas: Tensor, weights: Tensor, *, power: float = 1.0, **context: object) -> Tensor:
+        seen.append(context)
+        return deltas[0]
+
+    rows, context = torch.ones(2, 3), {"seed": 1, "round": 4, "clients": [7, 8], "sizes": [3], "fishers": None}
+    assert merge_rows("first", rows, torch.ones(2), {"scale": 2.0}, **context).tolist() == [2.0, 2.0, 2.0]
+    assert merge_rows("named", rows, torch.ones(2), {"power": 2.0}, **context).tolist() == [1.0, 1.0, 1.0]
+    assert seen == [{"scale": 2.0, "clients": [7, 8]}, context]
+    check_merge("first", {"scale": 3})
+    with pytest.raises(UserError, match=r"server\.merge_options\.scale must be set"):
+        check_merge("first", {})
+    assert merge(vectors(2), "first", scale=0.5, clients=[0, 1]) == 0.5 * vectors(2)[0]
+    RULES.register(lambda deltas, weights: deltas.mean(), "scalar")
+    with pytest.raises(UserError, match="'scalar' must return a floating-point tensor"):
+        check_merge("scalar", {})
+    assert set(context) == set(CONTEXT)
 
 
 def test_sensitivities_and_sizes_must_fit() -> None:
@@ -305,9 +357,9 @@ def test_merge_refuses_what_does_not_fit() -> None:
     with pytest.raises(UserError, match="task vector 1 is not finite"):
         merge([a, b * float("inf")])
     for weights in ([1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]):
-        with pytest.raises(UserError, match="merge weights"):
+        with pytest.raises(UserError, match="weights must be"):
             merge([a, b], weights=weights)
-    with pytest.raises(UserError, match="one sensitivity a task vector"):
+    with pytest.raises(UserError, match="one sensitivity per task vector"):
         merge([a, b], "fisher")
     for sensitivity in ({}, {"w": torch.ones(2, 3), "wrong": torch.ones(1)}, {"w": torch.ones(3, 2)}):
         with pytest.raises(UserError, match="sensitivity"):
@@ -329,13 +381,13 @@ def test_half_precision_bears_weights_that_are_sample_counts(rule: str) -> None:
 
 def test_an_unknown_option_is_an_error_that_lists_those_of_the_rule() -> None:
     taus = vectors(2)
-    with pytest.raises(UserError, match=r"'densty' is unknown to 'ties'; allowed is density$"):
+    with pytest.raises(UserError, match=r"merge options of ties must be one of density; got 'densty'"):
         merge(taus, "ties", densty=0.1)
-    with pytest.raises(UserError, match="allowed is none"):
+    with pytest.raises(UserError, match="merge options must be empty for mean, which has no options"):
         merge(taus, "mean", trim=0.1)
-    with pytest.raises(UserError, match="allowed is top, bottom"):
+    with pytest.raises(UserError, match=r"must be one of bottom, top; got 'sizes'"):
         merge(taus, "breadcrumbs", sizes=[10])
-    assert {name: options_of(name) for name in RULES} == {
+    assert {name: list(options_of(rule, ("sizes",))) for name, rule in RULES.items()} == {
         "mean": [],
         "median": [],
         "trimmed_mean": ["trim"],
@@ -352,9 +404,9 @@ def test_an_unknown_option_is_an_error_that_lists_those_of_the_rule() -> None:
     ("own", "message"),
     [
         (lambda rows, weights, **_: rows.mean(0) * float("nan"), "not finite"),
-        (lambda rows, weights, **_: rows.mean(), r"gave torch\.float32 \[\], allowed"),
+        (lambda rows, weights, **_: rows.mean(), r"must return a floating-point tensor \[3\], got torch\.float32 \[\]"),
         (lambda rows, weights, **_: rows.mean(0, keepdim=True), r"\[1, 3\]"),
-        (lambda rows, weights, **_: None, "gave NoneType"),
+        (lambda rows, weights, **_: None, "got NoneType"),
     ],
 )
 def test_a_rule_of_one_s_own_that_gives_no_vector_is_found_out(own: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

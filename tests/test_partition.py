@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedlens.data.partition import label_counts, partition, partition_stats
+from fedlens.data.partition import SCHEMES, Index, label_counts, partition, partition_stats
 from fedlens.errors import UserError
 
 CIFAR_LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 450))
@@ -109,6 +109,20 @@ def test_equal_seeds_give_equal_shards_and_different_seeds_different_ones(scheme
     a, b, c = (partition(labels, 20, seed=s, **scheme) for s in (0, 0, 1))  # type: ignore[arg-type]
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert not all(np.array_equal(x, y) for x, y in zip(a, c, strict=True))
+
+
+def test_a_registered_scheme_gets_the_options_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCHEMES, "_members", dict(SCHEMES))
+
+    @SCHEMES.register
+    def halves(y: Index, clients: int, rng: np.random.Generator, *, alpha: float) -> Index:
+        return np.minimum(np.arange(len(y)) // int(alpha), clients - 1)
+
+    assert [len(shard) for shard in partition(np.zeros(10, int), 2, "halves", alpha=7)] == [7, 3]
+    for wrong in (lambda y, clients, rng: y[:2], lambda y, clients, rng: y + clients, lambda y, clients, rng, **options: y * 0.5):
+        SCHEMES["wrong"] = wrong
+        with pytest.raises(UserError, match=r"'wrong' must return a client in 0\.\.1 for each of 10 samples"):
+            partition(np.zeros(10, int), 2, "wrong")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from fedlens.errors import Elsewhere, UserError
 from fedlens.overrides import choices, compose
 from fedlens.study import search as search_module
 from fedlens.study import search_space
-from fedlens.study.processes import Worker, locked
+from fedlens.study.processes import ProcessWorker, locked
 from fedlens.study.results import gather, read_search
 from fedlens.study.search import Search
 from fedlens.study.search_space import Space, as_overrides, read_space
@@ -87,14 +87,14 @@ def small_space(content: str = SPACE, trials: int | None = None) -> Space:
     return replace(_read(content), trials=trials or _read(content).trials)
 
 
-def found_in(folder: Path) -> str:
+def search_json(folder: Path) -> str:
     return (folder / "search.json").read_text()
 
 
 # --- spaces
 
 
-def test_a_space_tells_numbers_from_whole_ones_and_places_from_one_another(tmp_path: Path) -> None:
+def test_a_space_distinguishes_integers_from_floats_and_places(tmp_path: Path) -> None:
     space = read_space(space_file(tmp_path))
     lr, clip, steps, server = space.dimensions
     assert (space.name, space.place, space.question, space.trials, space.warmup, space.startup) == ("mine", "small", "Which?", 4, 1, 2)
@@ -109,7 +109,7 @@ def test_a_space_tells_numbers_from_whole_ones_and_places_from_one_another(tmp_p
 
 
 @pytest.mark.parametrize("name", choices("search"))
-def test_every_ready_made_space_is_sound_on_both_data_sets(name: str) -> None:
+def test_every_built_in_space_can_be_read_for_both_data_sets(name: str) -> None:
     for place in ("embedded", "cifar100"):
         assert read_space(name, place=place).question
 
@@ -120,23 +120,23 @@ def test_values_are_spelled_as_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ("space: {optim.lr: {low: 1, high: 0.001}}", "optim.lr must be below high, got low: 1"),
-        ("space: {optim.lr: {low: 0.001}}", "optim.lr: high: None given"),
+        ("space: {optim.lr: {low: 1, high: 0.001}}", "optim.lr: low must be < high (0.001), got 1."),
+        ("space: {optim.lr: {low: 0.001}}", "optim.lr: high must be a number, got None."),
         ("space: {optim.lr: {low: 0, high: 1, log: true}}", "log"),
         ("space: {optim.lr: {low: 0.001, high: 1, step: 0.7}}", "step"),
-        ("space: {optim.lr: {low: x, high: 1}}", "optim.lr must be a number, got low: 'x'"),
+        ("space: {optim.lr: {low: x, high: 1}}", "optim.lr: low must be a number, got 'x'."),
         ("space: {optim.lr: {low: 0.1, high: 1}}", "its default, 0.01, is not in 0.1 to 1"),
         ("space: {optim.lr: {low: 0.001, hihg: 1}}", "Did you mean 'high'"),
-        ("space: {optim.lr: 3}", "allowed is a mapping"),
+        ("space: {optim.lr: 3}", "optim.lr must be a mapping, got int."),
         ("space: {optim.lrr: {low: 0, high: 1}}", "Did you mean 'optim.lr'"),
-        ("space: {optim.momentum: {low: 0.0, high: 1.0}}", "optim.momentum: 1.0 given"),
-        ("space: {optim.momentum: {choices: []}}", "choices: [] given"),
+        ("space: {optim.momentum: {low: 0.0, high: 1.0}}", "got 1.0."),
+        ("space: {optim.momentum: {choices: []}}", "without low and high, got []."),
         ("space: {optim.momentum: {choices: [0.9, 0.9]}}", "different"),
         ("space: {optim.momentum: {choices: [0.9, [1]]}}", "single values"),
         ("space: {optim.momentum: {choices: [0.9, much]}}", "optim.momentum"),
-        ("space: {optim.momentum: {choices: [0.5, 0.8]}}", "its default, 0.9, is none of the choices"),
+        ("space: {optim.momentum: {choices: [0.5, 0.8]}}", "choices must be a list with the default, 0.9"),
         ("space: {federated.local_steps: {low: 1, high: 8.5}}", "high must be a whole number, got 8.5"),
         ("space: {optim.schedule: {low: 1, high: 2}}", "choices"),
         ("space: {optim: {choices: [1]}}", "cannot be searched"),
@@ -145,28 +145,28 @@ def test_values_are_spelled_as_on_the_command_line() -> None:
         ("space: {data.val_fraction: {low: 0.1, high: 0.2}}", "cannot be searched"),
         ("space: {}", "nothing to search"),
         ("spaces: {}", "Did you mean 'space'"),
-        ("trials: 0\nspace: {optim.momentum: {choices: [0.9]}}", "trials: 0 given"),
-        ("pruning: {warmup: -1}\nspace: {optim.momentum: {choices: [0.9]}}", "pruning.warmup: -1 given"),
+        ("trials: 0\nspace: {optim.momentum: {choices: [0.9]}}", "trials must be a whole number >= 1, got 0."),
+        ("pruning: {warmup: -1}\nspace: {optim.momentum: {choices: [0.9]}}", "pruning.warmup must be a whole number >= 0, got -1."),
         ("set: [data.val_fraction=0, head=linear]\nspace: {optim.momentum: {choices: [0.9]}}", "data.val_fraction"),
         ("set: no\nspace: {optim.momentum: {choices: [0.9]}}", "a list of key=value"),
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_space_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: str) -> None:
+def test_an_invalid_space_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         read_space(space_file(tmp_path, content))
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_unknown_space_or_place_or_an_override_that_is_not_the_users_is_one_line(tmp_path: Path) -> None:
-    for name, options, said in (
+def test_an_unknown_space_place_or_override_raises_a_one_line_error(tmp_path: Path) -> None:
+    for name, options, message in (
         ("fedavg_nonid", {}, "Did you mean 'fedavg_noniid'"),
         (str(tmp_path / "none.yaml"), {}, "cannot be read"),
         (space_file(tmp_path), {"place": "smal"}, "Did you mean 'small'"),
         (space_file(tmp_path), {"overrides": ["run.trackers=[wandb]"]}, "no trackers"),
         (space_file(tmp_path), {"overrides": ["optim.lrr=1"]}, "optim.lr"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read_space(name, **options)  # type: ignore[arg-type]
 
 
@@ -195,13 +195,13 @@ def pretend(trial: Any, config: Config, path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "conduct", pretend)
+    monkeypatch.setattr(search_module, "run_trial", pretend)
 
 
 @pytest.mark.usefixtures("pretended")
 def test_the_same_seed_tries_the_same_and_another_seed_something_else(tmp_path: Path) -> None:
     one, two = (Search(small_space(trials=11), tmp_path / name).run() for name in ("one", "two"))
-    assert found_in(tmp_path / "one") == found_in(tmp_path / "two")
+    assert search_json(tmp_path / "one") == search_json(tmp_path / "two")
     assert [t["number"] for t in one.trials] == list(range(11)) and one.trials[0]["params"] == one.default["params"] == two.default[
         "params"
     ]
@@ -213,14 +213,14 @@ def test_the_same_seed_tries_the_same_and_another_seed_something_else(tmp_path: 
 
 
 @pytest.mark.usefixtures("pretended")
-def test_asked_for_more_trials_it_goes_on_as_if_asked_at_once(tmp_path: Path) -> None:
+def test_adding_trials_later_gives_the_same_search_as_all_at_once(tmp_path: Path) -> None:
     first = Search(small_space(trials=3), tmp_path / "parts").run()
     more = Search(small_space(trials=10), tmp_path / "parts").run()
     assert more.trials[:3] == first.trials and len(more.trials) == 10
     Search(small_space(trials=10), tmp_path / "whole").run()
-    assert found_in(tmp_path / "parts") == found_in(tmp_path / "whole")
+    assert search_json(tmp_path / "parts") == search_json(tmp_path / "whole")
     Search(small_space(trials=2), tmp_path / "parts").run()  # fewer than there are: nothing to do, nothing lost
-    assert found_in(tmp_path / "parts") == found_in(tmp_path / "whole")
+    assert search_json(tmp_path / "parts") == search_json(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("pretended")
@@ -245,7 +245,7 @@ def test_killed_at_any_commit_to_its_database_a_search_ends_with_the_same_trials
             Search(small_space(trials=3), folder).run()
         count = total  # no more kills
         Search(small_space(trials=3), folder).run()
-        assert found_in(folder) == found_in(tmp_path / "whole"), f"killed at commit {at} of {total}"
+        assert search_json(folder) == search_json(tmp_path / "whole"), f"killed at commit {at} of {total}"
 
 
 @pytest.mark.usefixtures("pretended")
@@ -264,10 +264,10 @@ def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
 # --- with training
 
 
-def test_a_search_prunes_keeps_no_weights_and_never_sees_the_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_prunes_deletes_weights_and_never_reads_the_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = setup.ImageBank
-    monkeypatch.setattr(setup, "ImageBank", lambda split, device: sizes.append(len(split)) or real(split, device))
+    real = setup.ImageTask.samples
+    monkeypatch.setattr(setup.ImageTask, "samples", lambda task, split: sizes.append(len(split)) or real(task, split))
     found = Search(small_space(HOPELESS), tmp_path / "s").run()
     hopeless = [t for t in found.trials if t["params"]["optim.lr"] == 5.0]
     assert hopeless and all(t["state"] == "pruned" and len(t["evaluations"]) == 1 for t in hopeless)
@@ -276,13 +276,13 @@ def test_a_search_prunes_keeps_no_weights_and_never_sees_the_test_set(tmp_path: 
     assert set(sizes) == {540, 60} and len(sizes) == 4  # train and validation; each configuration is trained once
     folders = sorted((tmp_path / "s" / "runs").iterdir())
     assert len(folders) == 2 and not list((tmp_path / "s").rglob("*.safetensors"))
-    told = json.loads(found_in(tmp_path / "s"))
-    assert "test_" not in found_in(tmp_path / "s") and "not read" in told["objective"]
+    told = json.loads(search_json(tmp_path / "s"))
+    assert "test_" not in search_json(tmp_path / "s") and "not read" in told["objective"]
     assert [json.loads(f.read_text())["test_accuracy"] for f in tmp_path.rglob("summary.json")] == [None]
     assert gather([tmp_path / "s"]).searches == [read_search(tmp_path / "s")]
 
 
-def test_a_failure_is_told_and_the_rest_goes_on_but_the_default_must_work(tmp_path: Path) -> None:
+def test_a_failed_trial_is_reported_and_others_continue_but_the_default_must_work(tmp_path: Path) -> None:
     content = "set: [experiment=fedavg_iid]\nspace: {optim.lr: {choices: [0.03, 1.0e+30]}}\ntrials: 4\n"
     found = Search(small_space(content), tmp_path / "s").run()
     failed = [t for t in found.trials if t["state"] == "failed"]
@@ -309,14 +309,14 @@ def test_a_search_that_is_killed_and_started_again_ends_with_the_same_trials(tmp
     process.wait()
     assert len(read_search(tmp_path / "torn").trials) < 4
     Search(read_space(path, overrides=QUICK), tmp_path / "torn").run()
-    assert found_in(tmp_path / "whole") == found_in(tmp_path / "torn")
+    assert search_json(tmp_path / "whole") == search_json(tmp_path / "torn")
     states = [t.state.name for t in search_module.open_study(tmp_path / "torn").trials]
     assert states.count("FAIL") == 1 and len(states) == 5  # the one that was running is kept as failed, and tried again
 
 
 def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], Worker._start
-    monkeypatch.setattr(Worker, "_start", lambda self: (started.append(self.place), start(self))[1])
+    started, start = [], ProcessWorker._start
+    monkeypatch.setattr(ProcessWorker, "_start", lambda self: (started.append(self.place), start(self))[1])
     found = Search(small_space(HOPELESS, trials=5), tmp_path / "s", jobs=2).run()
     assert sorted(started) == [0, 1]  # two processes for four trials; the first trial is alone
     assert len(found.trials) == 5 and found.trials[0]["state"] == "complete"
@@ -324,31 +324,31 @@ def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path, monke
     assert not list((tmp_path / "s").rglob("*.safetensors"))
 
 
-def test_a_process_whose_device_failed_is_not_given_another_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_device_failed_gets_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retired: list[int] = []
     for broken in (False, True):
         answer = {"state": "failed", "value": None, "why": "CUDA error", "broken": broken}
-        monkeypatch.setattr(Worker, "do", lambda self, task, answer=answer: answer)
-        monkeypatch.setattr(Worker, "retire", lambda self: retired.append(self.place))
+        monkeypatch.setattr(ProcessWorker, "do", lambda self, task, answer=answer: answer)
+        monkeypatch.setattr(ProcessWorker, "retire", lambda self: retired.append(self.place))
         search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=1)
         trial = types.SimpleNamespace(number=0, _trial_id=1)
         (tmp_path / "s").mkdir(exist_ok=True)
-        assert search._apart(search.workers.all[0], (trial, search.space.base))["state"] == "failed"
+        assert search._run_in(search.pool.workers[0], (trial, search.space.base))["state"] == "failed"
         assert retired == [0] * broken
 
 
-def test_a_failing_trial_says_whether_it_was_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_of_a_failed_trial_says_whether_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error, broken in ((RuntimeError("CUDA error: unspecified"), True), (UserError("optim.lr: too high"), False)):
 
         def fails(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
         monkeypatch.setattr(search_module, "execute", fails)
-        outcome = search_module.conduct(None, small_space(HOPELESS, trials=1).base, tmp_path)
+        outcome = search_module.run_trial(None, small_space(HOPELESS, trials=1).base, tmp_path)
         assert outcome == {"state": "failed", "value": None, "why": str(error), "broken": broken}
 
 
-def test_a_search_that_the_disk_stops_has_no_verdict_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_disk_does_not_count_as_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real, calls = space_file(tmp_path), search_module.execute, list[object]()
 
     def full(config: Any, **options: Any) -> Any:
@@ -358,7 +358,7 @@ def test_a_search_that_the_disk_stops_has_no_verdict_and_goes_on(tmp_path: Path,
         return real(config, **options)
 
     monkeypatch.setattr(search_module, "execute", full)
-    with pytest.raises(UserError, match="no space left on device; the same command goes on"):
+    with pytest.raises(UserError, match="no space left on device; the same command continues"):
         Search(read_space(path, overrides=QUICK), tmp_path / "s").run()
     found = Search(read_space(path, overrides=QUICK), tmp_path / "s").run()
     assert len(found.trials) == 4 and all(trial["state"] != "failed" for trial in found.trials)

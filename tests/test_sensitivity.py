@@ -174,7 +174,7 @@ def test_without_names_the_parameters_that_train_are_answered() -> None:
 def test_a_model_that_cannot_be_batched_says_so_in_one_debug_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="fedlens"):
         found = sensitivity(Stubborn(), randn(6, 5), chunk=2)
-    assert [r.levelname for r in caplog.records] == ["DEBUG"] and "one by one" in caplog.text
+    assert [r.levelname for r in caplog.records] == ["DEBUG"] and "one sample at a time" in caplog.text
     assert not found["unused.weight"].any()  # what the output does not depend on
     assert not any(f.any() for f in sensitivity(Stubborn(), randn(6, 5), names=["unused.bias"]).values())
 
@@ -333,15 +333,15 @@ def test_the_model_is_left_as_it_was_even_after_an_error() -> None:
         ({"score": "prob"}, "log_prob"),
         ({"reduce": "max"}, "mean, sum"),
         ({"names": ["1.wieght"]}, "Did you mean '1.weight'"),
-        ({"names": []}, "no parameter"),
+        ({"names": []}, "no parameter to score"),
         ({"images": torch.zeros(0, 3, 2, 2)}, "at least one image"),
         ({"images": torch.zeros(4, 3, 2, 2, dtype=torch.uint8)}, "floating point"),
-        ({"labels_from": "data"}, "label an image"),
+        ({"labels_from": "data"}, "one label per image"),
         ({"labels_from": "data", "labels": torch.zeros(3, dtype=torch.long)}, r"\[4\] integers"),
         ({"labels_from": "data", "labels": torch.zeros(4)}, r"\[4\] integers"),
         ({"labels_from": "data", "labels": torch.tensor([0, 1, 2, 4])}, "0 to 3"),
-        ({"uniform": torch.tensor([0.0, 0.5, 1.0, 0.2])}, "0 <= u < 1"),
-        ({"uniform": torch.zeros(3)}, "0 <= u < 1"),
+        ({"uniform": torch.tensor([0.0, 0.5, 1.0, 0.2])}, r"in \[0, 1\), one per image"),
+        ({"uniform": torch.zeros(3)}, r"in \[0, 1\), one per image"),
         ({"chunk": 0}, "chunk"),
     ],
 )

@@ -55,7 +55,7 @@ def moved_only_where_allowed(run: Any) -> None:
     assert 0.5 * run.mask.active < moved <= run.mask.active
 
 
-@pytest.mark.parametrize("engine", ["sequential", "cohort"])
+@pytest.mark.parametrize("engine", ["sequential", "threaded", "cohort"])
 @pytest.mark.parametrize("options", [[], ["federated.algorithm=scaffold"], ["federated.algorithm=fedprox", "optim.nesterov=true"]])
 def test_what_the_mask_leaves_out_keeps_its_bits_through_a_federation(
     sparse_run: Callable[..., Any], engine: str, options: list[str]
@@ -73,9 +73,11 @@ def test_what_the_mask_leaves_out_keeps_its_bits_in_one_place(tmp_path: Path) ->
 
 @pytest.mark.parametrize("uneven", [[], ["federated.dropout_rate=0.3", "federated.straggler_rate=0.6"]])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
-def test_masked_cohort_equals_masked_sequential(sparse_run: Callable[..., Any], algorithm: str, uneven: list[str]) -> None:
+def test_all_engines_agree_under_a_mask(sparse_run: Callable[..., Any], algorithm: str, uneven: list[str]) -> None:
     options = [f"federated.algorithm={algorithm}", "optim.clip_norm=0.5", "mask.strategy=random", *uneven]
     one = sparse_run("one", "federated.engine=sequential", *options)
+    threads = sparse_run("threads", "federated.engine=threaded", *options)
+    assert all(torch.equal(threads.state[n], t) for n, t in one.state.items())
     many = sparse_run("many", "federated.engine=cohort", *options)
     a, b = one.task_vector(), many.task_vector()
     assert (a - b).norm() <= 1e-4 * a.norm() > 0
@@ -93,7 +95,7 @@ def test_an_interrupted_sparse_run_ends_with_the_same_bits(tmp_path: Path, exper
     *_, middle, newest = sorted((torn.path / "checkpoints").iterdir())
     (newest / "tensors.safetensors").write_bytes(b"")
     state = json.loads((middle / "state.json").read_text())
-    assert state["mask"]["active"] == whole.mask.active
+    assert state["session"]["facts"]["mask"]["active"] == whole.mask.active
     resumed = fl.load_run(torn.path).resume()
     assert all(torch.equal(resumed.state[n], t) for n, t in whole.state.items())
     assert resumed.mask == whole.mask
@@ -189,37 +191,37 @@ def test_a_client_that_is_idle_helps_with_the_head_and_never_trains(sparse_run: 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["mask.strategy=smallest"], "least_sensitive"),
-        (["mask.density=0"], "0 < density <= 1"),
-        (["sparsity=1"], "0 < density <= 1"),
+        (["mask.density=0"], "must be in (0, 1]"),
+        (["sparsity=1"], "must be in (0, 1]"),
         (["sparsity=most"], "a number below 1"),
         (["mask.within=[values]"], "Did you mean 'value'"),
-        (["mask.scope=both"], "central | federated"),
+        (["mask.scope=both"], "one of central, federated"),
         (["mask.rounds=0"], ">= 1"),
-        (["mask.strategy=null", "mask.path=x"], "mask.strategy is null"),
+        (["mask.strategy=null", "mask.path=x"], "mask.path needs mask.strategy"),
         (["mask.path=no-such-file"], "no-such-file"),
         (["experiment=centralized_sparse", "mask.scope=federated"], "no clients"),
-        (["data.val_fraction=0", "head=linear"], "data.val_fraction is 0"),
-        (["head=linear"], "allowed under a mask is ridge"),
+        (["data.val_fraction=0", "head=linear"], "head must be ridge under a mask"),
+        (["head=linear"], "head must be ridge under a mask"),
         (["mask.like=no-such-file", "mask.strategy=random_layerwise"], "no-such-file"),
         (["model.freeze_backbone=true"], "nothing is eligible"),
-        (["federated.exclude=[0,1,2,3,4,5,6,7]", "federated.idle=[8,9,10,11,12,13,14]"], "all 15 clients"),
-        (["federated.client_vectors=true", "server.merge=ties"], "server.merge=mean only"),
+        (["federated.exclude=[0,1,2,3,4,5,6,7]", "federated.idle=[8,9,10,11,12,13,14]"], "at least one of 15 clients must train"),
+        (["federated.client_vectors=true", "server.merge=ties"], "needs server.optimizer=sgd and server.merge=mean"),
         (["federated.exclude=[99]"], "below federated.clients"),
-        (["federated.idle=[99]"], "federated.idle must be below, got 99"),
-        (["server.merge=breadcrumbs", "server.bottom=0.995"], "below 1 - server.top"),
+        (["federated.idle=[99]"], "federated.idle must be below federated.clients, 15, got 99"),
+        (["server.merge=breadcrumbs", "server.merge_options.bottom=0.995"], "server.merge_options.bottom"),
         (["mask.strategy=qk_only", "mask.density=0.5"], "density"),
     ],
 )
 def test_a_mask_that_cannot_be_is_one_line_and_leaves_no_folder(
-    sparse_run: Callable[..., Any], tmp_path: Path, overrides: list[str], said: str
+    sparse_run: Callable[..., Any], tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     """So that the corrected command may have the same one."""
     with pytest.raises(UserError) as error:
         sparse_run("r", *overrides)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "r").exists()
 
 
@@ -237,7 +239,7 @@ def test_what_the_configuration_freezes_is_not_in_the_mask_and_does_not_move(tmp
 def test_runs_of_one_process_share_features_and_masks_and_nothing_else(
     sparse_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared._known.clear()
+    shared._memory.clear()
     made: list[str] = []
     for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
         real = getattr(home, name)
@@ -257,22 +259,22 @@ def test_processes_share_features_and_masks_on_disk(
     monkeypatch.setenv(shared.CACHE, str(tmp_path / "cache"))
 
     def run(name: str) -> Any:
-        monkeypatch.setattr(shared, "_known", type(shared._known)())  # as a new process would begin
+        monkeypatch.setattr(shared, "_memory", type(shared._memory)())  # as a new process would begin
         return sparse_run(name, "federated.rounds=1")
 
     first = run("first")
-    kept = sorted((tmp_path / "cache").iterdir())
-    assert len(kept) == 3
+    folders = sorted((tmp_path / "cache").iterdir())
+    assert len(folders) == 3
     for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
         monkeypatch.setattr(home, name, lambda *args: pytest.fail("made again"))
     again = run("again")
     assert again.mask == first.mask and all(torch.equal(t, again.state[n]) for n, t in first.state.items())
     monkeypatch.undo()
     monkeypatch.setenv(shared.CACHE, str(tmp_path / "cache"))
-    for folder in kept:
+    for folder in folders:
         for file in folder.iterdir():
             file.write_bytes(file.read_bytes()[:20])
-    assert run("damaged").mask == first.mask and sorted((tmp_path / "cache").iterdir()) == kept
+    assert run("damaged").mask == first.mask and sorted((tmp_path / "cache").iterdir()) == folders
     (tmp_path / "file").touch()
     monkeypatch.setenv(shared.CACHE, str(tmp_path / "file" / "below"))  # no place to keep anything
     assert run("nowhere").mask == first.mask

@@ -32,13 +32,14 @@ from fedlens.runs import cache as shared
 from fedlens.runs.identity import identity
 from fedlens.runs.store import write_json
 from fedlens.study import runner
-from fedlens.study.analyses import wanted
+from fedlens.study.analyses import planned_analyses
 from fedlens.study.archive import merged
-from fedlens.study.plan import Planned, plan_file, read_plan
-from fedlens.study.processes import Worker, environment_of, locked
+from fedlens.study.plan import PlannedRun, read_plan
+from fedlens.study.processes import ProcessWorker, environment_of, locked
 from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
-from fedlens.study.tune import FAILED, Climb, climbs, settled
+from fedlens.study.tune import FAILED, LineSearch, line_searches, with_chosen_values
+from fedlens.study.yaml_files import yaml_path
 from fedlens.training.run import execute
 
 QUICK = [
@@ -75,7 +76,7 @@ def plan_path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_is_every_case_with_every_value_and_seed(plan_path: Path) -> None:
+def test_a_plan_has_a_run_for_every_case_value_and_seed(plan_path: Path) -> None:
     plan = read_plan(str(plan_path), overrides=FAST)
     assert (plan.name, plan.place, plan.question) == ("plan", "small", "Which?")
     assert [(p.cell.label, p.seed) for p in plan.runs[:4]] == [("IID, local_steps 1", 0), ("IID, local_steps 1", 1), ("IID, local_steps 2", 0), ("IID, local_steps 2", 1)]  # fmt: skip
@@ -87,8 +88,8 @@ def test_a_plan_is_every_case_with_every_value_and_seed(plan_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", sorted(set(choices("study")) - {"full"}))
-def test_every_ready_made_plan_is_sound_on_both_data_sets(name: str) -> None:
-    places = list(OmegaConf.load(plan_file(name)).where)
+def test_every_built_in_plan_can_be_read_for_each_of_its_places(name: str) -> None:
+    places = list(OmegaConf.load(yaml_path("study", name)).where)
     assert places == {"quick": ["embedded"], "rates": ["cifar100"]}.get(name, ["embedded", "cifar100"])
     for place in places:
         plan = read_plan(name, place=place, seeds=1)
@@ -97,34 +98,34 @@ def test_every_ready_made_plan_is_sound_on_both_data_sets(name: str) -> None:
         assert len(rounds) <= 1
 
 
-def test_the_help_names_every_ready_made_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_every_built_in_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["study", "--help"])
-    said = capsys.readouterr().out.replace(",", " ").replace(";", " ").split()
-    assert set(choices("study")) <= set(said)
+    message = capsys.readouterr().out.replace(",", " ").replace(";", " ").split()
+    assert set(choices("study")) <= set(message)
 
 
 @pytest.mark.parametrize("place", ["embedded", "cifar100"])
 def test_analyses_of_every_plan_are_about_its_own_cells(place: str) -> None:
     for seeds in (1, 3):
-        whole = wanted(read_plan("full", place=place, seeds=seeds))
-        parts = [wanted(read_plan(name, place=place, seeds=seeds)) for name in OmegaConf.load(plan_file("full")).include]
+        whole = planned_analyses(read_plan("full", place=place, seeds=seeds))
+        parts = [planned_analyses(read_plan(name, place=place, seeds=seeds)) for name in OmegaConf.load(yaml_path("study", "full")).include]
         assert [each.file for each in whole] == [each.file for part in parts for each in part]
 
 
-def test_masks_of_one_cell_are_compared_seed_by_seed_each_pair_once(tmp_path: Path) -> None:
+def test_masks_of_one_cell_are_compared_between_neighbouring_seeds_once(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("set: [experiment=fedavg_iid_sparse]\ntables: [{name: t, cases: {a: []}}]\nanalyses: [{kind: masks, of: a, seeds: 3}]")
-    pairs = {n: [tuple(run.seed for run in each.runs) for each in wanted(read_plan(str(path), seeds=n))] for n in (1, 2, 3)}
+    pairs = {n: [tuple(run.seed for run in each.runs) for each in planned_analyses(read_plan(str(path), seeds=n))] for n in (1, 2, 3)}
     assert pairs == {1: [], 2: [(0, 1)], 3: [(0, 1), (1, 2), (2, 0)]}
 
 
 def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_rates() -> None:
-    assert set(OmegaConf.load(plan_file("full")).include) == set(choices("study")) - {"full", "quick", "rates"}
+    assert set(OmegaConf.load(yaml_path("study", "full")).include) == set(choices("study")) - {"full", "quick", "rates"}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("tables: []", "has no tables"),
         ("tables: [{name: a, casses: {}}]", "casses"),
@@ -137,65 +138,71 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("tables: [{name: a}, {name: a}]", "two tables are called 'a'"),
         ("tables: {a: 1}", "has no tables"),
         ("tables: [{name: a, grid: {optim.lr: 0.1}}]", "list of values"),
-        ("tables: [{name: a, cases: [x]}]", "allowed is a mapping"),
-        ("tables: [{name: a, evaluations: 0}]", "evaluations of a: 0 given"),
+        ("tables: [{name: a, cases: [x]}]", "cases of a must be a mapping, got list."),
+        ("tables: [{name: a, evaluations: 0}]", "evaluations of a must be a whole number >= 1, got 0."),
         ("where: {here: []}\ntables: [{name: a, local_steps_in_all: {there: 5}}]", "there"),
         ("tables: [{name: a, cases: {IID: []}, special: [{case: IDD, set: []}]}]", "fits no run"),
-        ("seeds: 2.5\ntables: [{name: a}]", "seeds: 2.5 given"),
+        ("seeds: 2.5\ntables: [{name: a}]", "seeds must be a number of seeds, or a list of seeds >= 0, got 2.5."),
         ("include: [quick]\nseeds: 1", "seeds"),
         ("include: [quick, quick]", "two tables are called"),
         ("tables: [{name: a, grid: {model.weights: [a/w.pth, b/w.pth]}}]", "only in the folder"),
-        ("a: [", "is not YAML"),
-        ("tables: [{name: a, tune: {by: 1}}]", "tune of a: by: 1 given"),
-        ("tables: [{name: a, tune: {length: 2}}]", "tune of a: length: 2 given"),
-        ("tables: [{name: a, tune: {tries: 2}}]", "tune of a: tries: 2 given"),
+        ("a: [", "cannot be read as YAML"),
+        ("tables: [{name: a, tune: {by: 1}}]", "tune of a: by must be a factor > 1, got 1."),
+        ("tables: [{name: a, tune: {length: 2}}]", "tune of a: length must be a fraction of the run's length in (0, 1], got 2."),
+        ("tables: [{name: a, tune: {tries: 2}}]", "tune of a: tries must be a whole number >= 3, got 2."),
         ("tables: [{name: a, tune: {key: optim.lrr}}]", "optim.lr"),
-        ("tables: [{name: a, tune: {key: optim.weight_decay}}]", "a number > 0 to begin with"),
+        ("tables: [{name: a, tune: {key: optim.weight_decay}}]", "must be a number > 0, where the search starts"),
         ("tables: [{name: a, tune: {kee: optim.lr}}]", "key"),
-        ("tables: [{name: a, cases: {x: []}, tune: {like: [x]}}]", "like: ['x'] given"),
-        ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: z}}}]", "like: 'z' is unknown"),
+        ("tables: [{name: a, cases: {x: []}, tune: {like: [x]}}]", "like must be a mapping from a cell's label to another's, got ['x']."),
+        ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: z}}}]", "like must be one of x, y; got 'z'."),
         ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: y, y: x}}}]", "takes another's"),
-        ("tables: [{name: a, tune: [optim.lr]}]", "allowed is a mapping"),
+        ("tables: [{name: a, tune: [optim.lr]}]", "tune of a must be a mapping, got list."),
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
         ("tables: [{name: a, against: first}]", "against of table a must be case, got 'first'"),
         ("- 1", "has no tables"),
-        ("tables: [{name: a, grid: {optim.lr: []}}]", "grid of a must be a list of one or more values, got optim.lr: []"),
-        ("tables: [{name: a, grid: {optim.lr: [{low: 1}]}}]", "grid of a: optim.lr: [{'low': 1}] given"),
+        (
+            "tables: [{name: a, grid: {optim.lr: []}}]",
+            "grid of a: optim.lr must be a list of one or more values, or of lists of them, got [].",
+        ),
+        (
+            "tables: [{name: a, grid: {optim.lr: [{low: 1}]}}]",
+            "grid of a: optim.lr must be a list of one or more values, or of lists of them, got [{'low': 1}].",
+        ),
         ("tables: [{name: a, grid: {5: [1]}}]", "'5=1'"),
-        ("where: [train.epochs=1]\ntables: [{name: a}]", "where is list, allowed is a mapping"),
+        ("where: [train.epochs=1]\ntables: [{name: a}]", "where must be a mapping, got list."),
         ("where: {x: [], y: []}\ntables: [{name: a, cases: {b: {y: []}}}]", "has no case on x"),
-        ("tables: [{name: a, target: eighty}]", "target of table a must be a validation accuracy, 0 < target <= 1, got 'eighty'"),
-        ("tables: [{name: a, target: 80}]", "target of table a: 80 given"),
-        ("tables: [{name: a, target: true}]", "target of table a: True given"),
-        ("tables: [{name: a, special: 5}]", "special of a is int, allowed is a list"),
-        ("tables: [{name: a, tune: {by: .inf}}]", "tune of a: by: inf given"),
-        ("include: quick", "include must be a list of plans, got 'quick'"),
-        ("include: []", "include: [] given"),
-        ("include: [1]", "include: [1] given"),
+        ("tables: [{name: a, target: eighty}]", "target of table a must be a validation accuracy in (0, 1], got 'eighty'."),
+        ("tables: [{name: a, target: 80}]", "target of table a must be a validation accuracy in (0, 1], got 80."),
+        ("tables: [{name: a, target: true}]", "target of table a must be a validation accuracy in (0, 1], got True."),
+        ("tables: [{name: a, special: 5}]", "special of a must be a list of mappings, got 5."),
+        ("tables: [{name: a, tune: {by: .inf}}]", "tune of a: by must be a factor > 1, got inf."),
+        ("include: quick", "include must be a list of plans, such as [quick, mine.yaml], got 'quick'."),
+        ("include: []", "include must be a list of plans, such as [quick, mine.yaml], got []."),
+        ("include: [1]", "include must be a list of plans, such as [quick, mine.yaml], got [1]."),
     ],
 )
-def test_a_plan_that_cannot_be_is_one_line(tmp_path: Path, content: str, said: str) -> None:
+def test_an_invalid_plan_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(content)
     with pytest.raises(UserError) as error:
         read_plan(str(path))
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
     for bad in ("no-such-plan", str(tmp_path / "none.yaml")):
         with pytest.raises(UserError):
             read_plan(bad)
 
 
-def test_a_plan_that_includes_itself_is_one_line(tmp_path: Path) -> None:
+def test_a_plan_that_includes_itself_raises_a_one_line_error(tmp_path: Path) -> None:
     one, other = tmp_path / "one.yaml", tmp_path / "other.yaml"
     for text in (f"include: [{one}]", f"include: [{other}]"):
         one.write_text(text)
         other.write_text(f"include: [{one}]")
-        with pytest.raises(UserError, match=r"^study: include: '.*one.yaml' given in a plan that it includes itself") as error:
+        with pytest.raises(UserError, match=r"^study: include: '.*one.yaml' includes itself") as error:
             read_plan(str(one))
         assert "\n" not in str(error.value)
 
 
-def test_nothing_and_lists_are_values_of_a_grid(tmp_path: Path) -> None:
+def test_null_and_lists_are_values_of_a_grid(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(
         "set: [experiment=fedavg_iid_sparse]\ntables:\n"
         "  - {name: clip, grid: {optim.clip_norm: [null, 1.0], optim.nesterov: [true]}}\n"
@@ -229,7 +236,7 @@ def small_study(plan_path: Path, folder: Path, seeds: int = 1, **kw: bool | int)
     return Study(read_plan(str(plan_path), seeds=seeds, overrides=QUICK), folder, **kw)  # type: ignore[arg-type]
 
 
-def test_a_study_runs_what_is_missing_once_and_tells_n(plan_path: Path, tmp_path: Path) -> None:
+def test_a_study_executes_missing_runs_once_and_reports_n(plan_path: Path, tmp_path: Path) -> None:
     study = small_study(plan_path, tmp_path / "s", seeds=2)
     found = study.run()
     assert found.question == "Which?" and [len(table.cells) for table in found.tables] == [4, 1]
@@ -247,7 +254,7 @@ def test_a_study_runs_what_is_missing_once_and_tells_n(plan_path: Path, tmp_path
     assert tables(tmp_path / "s") == text
 
 
-def test_a_failure_is_told_the_rest_goes_on_and_a_retry_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_the_other_runs_continue_and_retry_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(
         "tables: [{name: t, cases: {bad: [experiment=fedavg_iid, optim.lr=1e30, optim.clip_norm=null], good: [experiment=fedavg_iid]}}]"
@@ -266,10 +273,10 @@ def test_two_jobs_give_the_tables_of_one(plan_path: Path, tmp_path: Path) -> Non
     one.run()
     two.run()
     assert tables(tmp_path / "one") == tables(tmp_path / "two")
-    assert all(worker._process is None for worker in two.workers.all), "none is left"
+    assert all(worker._process is None for worker in two.pool.workers), "none is left"
 
 
-def test_with_jobs_what_goes_wrong_is_told_and_the_rest_goes_on(plan_path: Path, tmp_path: Path) -> None:
+def test_a_failure_in_a_worker_process_is_reported_and_the_other_runs_continue(plan_path: Path, tmp_path: Path) -> None:
     study = small_study(plan_path, tmp_path / "s", jobs=2)
     bad, good = study.missing()
     (tmp_path / "s" / "runs").mkdir(parents=True)
@@ -312,7 +319,7 @@ analyses:
 def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(ANALYSED)
-    monkeypatch.setattr(shared, "_known", type(shared._known)())  # so that what is kept on disk is made
+    monkeypatch.setattr(shared, "_memory", type(shared._memory)())  # so that what is kept on disk is made
     plan = read_plan(str(path), overrides=[text for text in QUICK if "val_fraction" not in text])
     found = Study(plan, tmp_path / "s").run()
     assert not found.failures
@@ -325,9 +332,11 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     assert left["retrained"]["test_target"] <= left["before"]["test_target"]  # nobody taught the class of client 2
     assert left["reheaded"]["test_target"] == 0, "no sums of its class are in that head"
     assert left["reheaded"]["test_control"] >= left["before"]["test_control"] - 0.02 and "reheaded" not in kept
-    said = forget_text(left)
-    assert f"trained without it {100 * left['retrained']['test_target']:.1f} and " in said and "trained without it" not in forget_text(kept)
-    assert said.endswith(f"; head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
+    message = forget_text(left)
+    assert f"trained without it {100 * left['retrained']['test_target']:.1f} and " in message and "trained without it" not in forget_text(
+        kept
+    )
+    assert message.endswith(f"; head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
     assert numbers_of(replace(found.analyses[5], found={"clients": [left]}))["target_head"] == 0
     page = html_report(Gathered([found]))
     assert "Target, trained without it, %" in page and "Control, head without it, %" in page
@@ -345,38 +354,41 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("{kind: sweap, of: whole}", "Did you mean 'sweep'"),
         ("{kind: sweep, of: hole}", "Did you mean 'whole'"),
-        ("{kind: sweep, of: [whole, A]}", "1 cells"),
+        ("{kind: sweep, of: [whole, A]}", "sweep of must be 1 cell, got 'whole, A'."),
         ("{kind: sweep, of: whole, samples: 3}", "samples"),
         ("{kind: interference, of: whole}", "2 to 8 cells"),
-        ("{kind: forget, of: whole}", "forget has no clients"),
-        ("{kind: forget, of: whole, clients: 3}", "forget has no clients"),
+        ("{kind: forget, of: whole}", "forget: clients must be a list of clients, got None."),
+        ("{kind: forget, of: whole, clients: 3}", "forget: clients must be a list of clients, got 3."),
         ("{kind: forget, of: A, clients: [0]}", "federated.client_vectors=true"),
-        ("{kind: forget, of: whole, clients: [0, 10]}", "client 10 takes part in no round of seed 0; allowed are 0, 1, 2"),
-        ("{kind: sweep, of: whole, seeds: two}", "seeds: 'two' given"),
+        ("{kind: forget, of: whole, clients: [0, 10]}", "client 10 takes part in no round of seed 0; choose from 0, 1, 2"),
+        ("{kind: sweep, of: whole, seeds: two}", "seeds must be a whole number >= 1, got 'two'."),
         ("{kind: sweep, of: unread}", "train.test=false"),
         ("sweep", "a list of mappings"),
-        ("{kind: sweep, of: whole, grid: nonsense}", "analyses must be start:stop:count, got sweep: grid: 'nonsense'"),
-        ("{kind: interpolate, of: [A, B], grid: 5}", "grid: 5 given"),
-        ("{kind: interference, of: [A, B], grid: [a]}", "grid: ['a'] given"),
-        ("{kind: interference, of: [A, B], samples: 0}", "samples: 0 given"),
-        ("{kind: forget, of: whole, clients: [0], grid: [-1, 1]}", "allowed is numbers >= 0"),
-        ("{kind: forget, of: whole, clients: [0], keep: most}", "keep: 'most' given"),
+        (
+            "{kind: sweep, of: whole, grid: nonsense}",
+            "analyses: sweep: grid must be start:stop:count, or a list of numbers, got 'nonsense'.",
+        ),
+        ("{kind: interpolate, of: [A, B], grid: 5}", "grid must be start:stop:count, or a list of numbers, got 5."),
+        ("{kind: interference, of: [A, B], grid: [a]}", "grid must be start:stop:count, or a list of numbers, got ['a']."),
+        ("{kind: interference, of: [A, B], samples: 0}", "samples must be a whole number >= 1, got 0."),
+        ("{kind: forget, of: whole, clients: [0], grid: [-1, 1]}", "grid must be numbers >= 0, because forgetting subtracts"),
+        ("{kind: forget, of: whole, clients: [0], keep: most}", "keep must be in [0, 1], got 'most'."),
     ],
 )
-def test_an_analysis_that_cannot_be_is_one_line_before_anything_runs(tmp_path: Path, given: str, said: str) -> None:
+def test_an_invalid_analysis_raises_a_one_line_error_before_any_run(tmp_path: Path, given: str, message: str) -> None:
     path = tmp_path / "p.yaml"
     tables = ANALYSED.partition("analyses:")[0].replace("whole: [", "unread: [train.test=false], whole: [")
     path.write_text(tables + f"analyses: [{given}]\n")
     with pytest.raises(UserError) as error:
         Study(read_plan(str(path), overrides=QUICK), tmp_path / "s")
-    assert said in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "s").exists()
+    assert message in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "s").exists()
 
 
-def test_what_only_some_combinations_get(tmp_path: Path) -> None:
+def test_special_overrides_apply_to_matching_combinations_only(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(
         PLAN.replace(
@@ -392,7 +404,7 @@ def test_what_only_some_combinations_get(tmp_path: Path) -> None:
     assert {p.config.optim.lr for p in read_plan(str(path), place="large", seeds=1).runs if p.cell.case == "Nc=2"} == {0.7}
 
 
-def test_runs_that_no_study_planned_are_grouped_by_what_differs(tmp_path: Path) -> None:
+def test_runs_without_a_study_are_grouped_by_the_settings_that_differ(tmp_path: Path) -> None:
     for name, more in {"a": ["seed=0"], "b": ["seed=1"], "c": ["seed=0", "optim.lr=0.001"]}.items():
         assert main(["run", "experiment=fedavg_iid", *QUICK, *more, f"run.dir={tmp_path / 'runs' / name}"]) == 0
     (study,) = gather([tmp_path]).studies
@@ -408,45 +420,45 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 @pytest.mark.parametrize("name", sorted(folder.name.removesuffix("-cifar100") for folder in RESULTS.glob("*-cifar100")))
-def test_the_results_that_are_kept_are_those_of_the_plans(name: str) -> None:
-    """A study that goes on must know its finished runs by name."""
+def test_published_runs_belong_to_the_built_in_plans(name: str) -> None:
+    """A resumed study must recognise its finished runs by name."""
     plan = read_plan(name, place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
     study = Study(plan, RESULTS / f"{name}-cifar100")
     kept = {run.name for run in (study.folder / "runs").iterdir()}
-    trials = {trial for climb in study.climbs for trial in climb.told()["runs"]}
+    trials = {trial for search in study.searches for trial in search.metadata()["runs"]}
     assert kept and kept <= {planned.name for planned in study.plan.runs} | trials
 
 
-def test_what_is_kept_makes_the_same_tables_without_weights_and_can_go_on(
+def test_an_archive_gives_the_same_tables_without_weights_and_can_be_resumed(
     plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, out = tmp_path / "s", tmp_path / "kept"
     small_study(plan_path, tmp_path / "first" / "s", seeds=1).run()
     assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
-    assert f"{out / 's'}: 2 runs kept\n" == capsys.readouterr().out
+    assert f"{out / 's'}: 2 runs added\n" == capsys.readouterr().out
     files = {p.name for p in out.rglob("*") if p.is_file()}
     assert files == {"study.json", "config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json"}
     assert not any(str(tmp_path) in p.read_text() for p in out.rglob("*") if p.is_file())  # it may be published
     on = small_study(plan_path, out / "s", seeds=2)
     assert {p.seed for p in on.missing()} == {1}
     small_study(plan_path, whole, seeds=2).run()
-    assert main(["keep", str(whole), "--out", str(out)]) == 0 and "2 runs kept; 2 were there" in capsys.readouterr().out
+    assert main(["keep", str(whole), "--out", str(out)]) == 0 and "2 runs added; 2 were already there" in capsys.readouterr().out
     assert tables(out / "s") == tables(whole)
     assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
     assert tables(out / "s") == tables(whole)  # a part does not replace the whole
-    told = json.loads((whole / "study.json").read_text())
-    told["tables"][0]["cells"][0]["label"] = "renamed"
-    told["tables"].pop()
-    (whole / "study.json").write_text(json.dumps(told))
+    metadata = json.loads((whole / "study.json").read_text())
+    metadata["tables"][0]["cells"][0]["label"] = "renamed"
+    metadata["tables"].pop()
+    (whole / "study.json").write_text(json.dumps(metadata))
     assert main(["keep", str(whole), "--out", str(out)]) == 0  # a cell is known by its runs, and a table that a later plan lacks stays
     first, second = gather([out / "s"]).studies[0].tables
     assert [cell.label for cell in first.cells] == ["renamed", "IID, local_steps 2", "Nc=2, local_steps 1", "Nc=2, local_steps 2"]
-    assert second.name == "again" and len(second.cells[0].runs) == 2 and "not in its plan" not in capsys.readouterr().out
-    assert main(["keep", str(out), "--out", str(out)]) == 2 and "kept in itself" in capsys.readouterr().err
+    assert second.name == "again" and len(second.cells[0].runs) == 2 and "not in the plan" not in capsys.readouterr().out
+    assert main(["keep", str(out), "--out", str(out)]) == 2 and "is already in" in capsys.readouterr().err
     assert main(["keep", str(tmp_path), "--out", str(out)]) == 2 and main(["keep", str(out / "s" / "runs"), "--out", "x"]) == 2
 
 
-def test_folders_of_images_are_known_by_where_they_are_and_other_data_are_not(tmp_path: Path) -> None:
+def test_the_path_is_part_of_the_identity_for_image_folders_only(tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
         return identity(compose([*overrides]))
 
@@ -455,7 +467,7 @@ def test_folders_of_images_are_known_by_where_they_are_and_other_data_are_not(tm
     assert name("model.weights=a/w.pth") == name("model.weights=b/w.pth") != name("model.weights=b/v.pth")
 
 
-def test_a_study_has_one_owner_and_forgets_failures_that_are_none_any_more(plan_path: Path, tmp_path: Path) -> None:
+def test_a_study_is_locked_and_drops_failures_of_finished_runs(plan_path: Path, tmp_path: Path) -> None:
     study = small_study(plan_path, tmp_path / "s")
     with locked(study.folder), pytest.raises(UserError, match="in use by another process"):
         study.run()
@@ -469,7 +481,7 @@ def test_a_study_has_one_owner_and_forgets_failures_that_are_none_any_more(plan_
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="--out"):
             small_study(plan_path, folder).run()
-    with pytest.raises(UserError, match="--jobs: 0 given"):
+    with pytest.raises(UserError, match="--jobs must be >= 1, got 0"):
         small_study(plan_path, tmp_path / "s", jobs=0)
 
 
@@ -497,7 +509,7 @@ tables:
 """
 
 
-def of_lr(best: float, broken: float = float("inf")) -> Callable[[Planned], float | None]:
+def of_lr(best: float, broken: float = float("inf")) -> Callable[[PlannedRun], float | None]:
     """A validation accuracy with one peak; what is above `broken` fails."""
     return lambda trial: FAILED if trial.config.optim.lr > broken else 1 / (1 + abs(math.log(trial.config.optim.lr / best)))
 
@@ -514,56 +526,62 @@ def of_lr(best: float, broken: float = float("inf")) -> Callable[[Planned], floa
         (0.1, 1e-9, None, [0.0001, 0.001, 0.01, 0.1]),
     ],
 )
-def test_a_climb_ends_where_both_neighbours_are_worse(
+def test_a_line_search_ends_where_both_neighbours_are_worse(
     tmp_path: Path, best: float, broken: float, value: float | None, tried: list[float]
 ) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    plain, heavy = climbs(plan, of_lr(best, broken))
-    assert not plain.next and plain.value == value and [v for v, _ in plain.told()["tried"]] == tried
-    assert plain.told()["value"] == value and all((score is None) == (v > broken) for v, score in plain.told()["tried"])
-    runs = [p for p in settled(plan, [plain, heavy]).runs if p.cell.case == "plain"]
+    plain, heavy = line_searches(plan, of_lr(best, broken))
+    assert not plain.next and plain.value == value and [v for v, _ in plain.metadata()["tried"]] == tried
+    assert plain.metadata()["value"] == value and all((score is None) == (v > broken) for v, score in plain.metadata()["tried"])
+    runs = [p for p in with_chosen_values(plan, [plain, heavy]).runs if p.cell.case == "plain"]
     assert [p.config.optim.lr for p in runs] == [value or 0.01] * 2 and all(p.config.train.test for p in runs)
-    assert all(p.config.federated.rounds == 2 for p in runs) and plain.tune.short.federated.rounds == 1 and not plain.tune.short.train.test
+    assert all(p.config.federated.rounds == 2 for p in runs) and plain.spec.base.federated.rounds == 1 and not plain.spec.base.train.test
 
 
-def test_what_is_tried_next_does_not_depend_on_when_trials_end(tmp_path: Path) -> None:
+def test_the_next_values_do_not_depend_on_the_order_in_which_trials_end(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
-    tune = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK).tunes[0]
-    assert Climb(tune, {}).next == [0, 1, -1] and Climb(tune, {1: 0.5}).next == [0, -1] and Climb(tune, {0: 0.5, -1: 0.6}).next == [1]
-    assert Climb(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and Climb(tune, {0: 0.5, 1: 0.5, -1: 0.5}).best == 0  # on a plateau it stays
-    assert read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "optim.lr=0.1"]).tunes == []  # said on the command line
+    tune = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK).tuning[0]
+    assert (
+        LineSearch(tune, {}).next == [0, 1, -1]
+        and LineSearch(tune, {1: 0.5}).next == [0, -1]
+        and LineSearch(tune, {0: 0.5, -1: 0.6}).next == [1]
+    )
+    assert (
+        LineSearch(tune, {0: 0.5, 1: 0.4, -1: 0.6}).next == [-2] and LineSearch(tune, {0: 0.5, 1: 0.5, -1: 0.5}).best == 0
+    )  # on a plateau it stays
+    assert read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "optim.lr=0.1"]).tuning == []  # message on the command line
 
 
-def test_cells_that_must_be_trained_alike_share_a_climb(tmp_path: Path) -> None:
+def test_cells_that_must_be_trained_alike_share_a_line_search(tmp_path: Path) -> None:
     text = TUNED.replace("heavy: [optim.momentum=0.9]", "again: [optim.momentum=0, optim.lr=0.01, federated.client_vectors=true]")
     (tmp_path / "p.yaml").write_text(text.replace("tries: 4}", "tries: 4, like: {plain: again}}"))
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    (climb,) = climbs(plan, of_lr(0.1))
-    assert climb.told()["label"] == "again; plain" and not climb.tune.trial(0).config.federated.client_vectors
-    assert {p.config.optim.lr for p in settled(plan, [climb]).runs} == {0.1} and len(plan.runs) == 4
+    (search,) = line_searches(plan, of_lr(0.1))
+    assert search.metadata()["label"] == "again; plain" and not search.spec.trial(0).config.federated.client_vectors
+    assert {p.config.optim.lr for p in with_chosen_values(plan, [search]).runs} == {0.1} and len(plan.runs) == 4
 
 
-def test_short_runs_may_differ_in_what_the_plan_sets_for_them_alone(tmp_path: Path) -> None:
+def test_the_set_of_tune_applies_to_short_runs_only(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", "tries: 4, set: [federated.dropout_rate=0.5, train.precision=bf16]"))
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
-    short = plan.tunes[0].trial(0).config
+    short = plan.tuning[0].trial(0).config
     assert (short.federated.dropout_rate, short.train.precision) == (0.5, "bf16")
     assert {(p.config.federated.dropout_rate, p.config.train.precision) for p in plan.runs} == {(0.0, "auto")}
     last = read_plan(str(tmp_path / "p.yaml"), overrides=[*QUICK, "train.precision=fp32"])
-    assert {c.train.precision for c in (last.tunes[0].trial(0).config, *(p.config for p in last.runs))} == {"fp32"}
+    assert {c.train.precision for c in (last.tuning[0].trial(0).config, *(p.config for p in last.runs))} == {"fp32"}
     for wrong, why in (
         ("optim.batchsize=3", r"Did you mean 'optim\.batch_size'"),
-        ("federated.rounds=7", r"set must be any key but optim\.lr, got 'federated\.rounds=7'"),
+        ("federated.rounds=7", r"set must be any key but optim\.lr, which is tuned, .* got 'federated\.rounds=7'"),
         ("optim.lr=3.0", "which is tuned"),
-        ("data.val_fraction=0", "on a validation set"),
+        ("data.val_fraction=0", "No validation set"),
     ):
         (tmp_path / "p.yaml").write_text(TUNED.replace("tries: 4", f"tries: 4, set: [{wrong}]"))
         with pytest.raises(UserError, match=why):
             read_plan(str(tmp_path / "p.yaml"), overrides=[word for word in QUICK if not word.startswith(wrong.split("=")[0])])
 
 
-def test_a_study_tunes_first_and_goes_on_where_it_was(
+def test_a_study_tunes_first_and_resumes_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
@@ -588,11 +606,11 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(
     monkeypatch.setattr(logging.getLogger("fedlens"), "handlers", [caplog.handler])
     caplog.set_level("INFO", "fedlens")
     found = study.run()
-    told = "\n".join(caplog.messages)  # where there is no terminal: what is done, what it came to, what is left
-    assert re.search(r"tuning: 1 of \d+.*: (plain|heavy), optim.lr [\d.]+: \d+\.\d\d % on validation, \d+ s", told)
-    assert re.search(r"p: 1 of 4, \d+ (s|min) left: plain, seed 0: \d+\.\d\d % on the test set, \d+ s", told)
-    assert re.search(r"p: 4 of 4: heavy, seed 1: ", told)
-    assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs) and len(found.runs) == 4  # nothing twice
+    lines = "\n".join(caplog.messages)  # where there is no terminal: what is done, what it came to, what is left
+    assert re.search(r"tuning: 1 of \d+.*: (plain|heavy), optim.lr [\d.]+: \d+\.\d\d % on validation, \d+ s", lines)
+    assert re.search(r"p: 1 of 4, \d+ (s|min) left: plain, seed 0: \d+\.\d\d % on the test set, \d+ s", lines)
+    assert re.search(r"p: 4 of 4: heavy, seed 1: ", lines)
+    assert len(ran) == len(set(study.failed_trials)) + len(found.trials) + len(found.runs) and len(found.runs) == 4  # nothing twice
     assert [tuned.value for tuned in found.tuned] == [p.config.optim.lr for p in study.plan.runs[::2]]
     assert all(dict(tuned.tried)[tuned.value] == max(score or 0 for _, score in tuned.tried) for tuned in found.tuned)
     assert not any(list(run.path.glob("*.safetensors")) for run in found.trials) and all(
@@ -600,7 +618,7 @@ def test_a_study_tunes_first_and_goes_on_where_it_was(
     )
     assert "Chosen on validation in short runs" in tables(tmp_path / "s")[0]
     Study(plan, tmp_path / "s").run()
-    assert len(ran) == len(set(study.unfit)) + len(found.trials) + len(found.runs)
+    assert len(ran) == len(set(study.failed_trials)) + len(found.trials) + len(found.runs)
 
 
 def test_one_table_can_be_run_alone(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -651,7 +669,7 @@ def planned(path: Path, text: str) -> Path:
     return path
 
 
-def test_another_plan_does_not_take_the_place_of_a_study_unless_asked(
+def test_another_plan_needs_replace_to_use_the_folder_of_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = pretend(monkeypatch)
@@ -659,20 +677,24 @@ def test_another_plan_does_not_take_the_place_of_a_study_unless_asked(
     monkeypatch.chdir(tmp_path)
     first, other = planned(tmp_path / "p1" / "mine.yaml", MINE), planned(tmp_path / "p2" / "mine.yaml", MINE.replace("0.2", "0.3"))
     assert main(["study", str(first), "--no-report"]) == 0 and len(ran) == 4
-    told = (folder / "study.json").read_bytes()
+    metadata = (folder / "study.json").read_bytes()
     for words, lost in (([str(other)], 2), ([str(first), "optim.momentum=0"], 4), ([str(first), "--seeds", "1"], 2)):
         capsys.readouterr()
         assert main(["study", *words, "--no-report"]) == 2
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == 1 and f"has {lost} finished runs that this plan lacks" in said[0] and "another --out, or --replace" in said[0]
-        assert (folder / "study.json").read_bytes() == told and len(ran) == 4
+        message = capsys.readouterr().err.splitlines()
+        assert (
+            len(message) == 1
+            and f"has {lost} finished runs that this plan lacks" in message[0]
+            and "another --out, or --replace" in message[0]
+        )
+        assert (folder / "study.json").read_bytes() == metadata and len(ran) == 4
     assert main(["study", str(other), "--plan"]) == 0  # looking is free
     assert main(["study", str(other), "--no-report", "--replace"]) == 0 and len(ran) == 6
     assert main(["study", str(other), "--no-report"]) == 0 and len(ran) == 6
     assert len(list((folder / "runs").iterdir())) == 6
 
 
-def test_a_plan_that_grew_goes_on_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_grew_continues_without_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = pretend(monkeypatch)
     path, folder = tmp_path / "p.yaml", tmp_path / "s"
     more = "  - {name: two, cases: {C: [optim.lr=0.4]}}\n"
@@ -686,7 +708,7 @@ def test_a_plan_that_grew_goes_on_without_a_word(tmp_path: Path, monkeypatch: py
         assert len(ran) == len(set(ran)) == runs
 
 
-def test_a_study_that_is_tuned_again_goes_on_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_is_tuned_again_continues_without_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = pretend(monkeypatch, peaked)
     path, folder = tmp_path / "p.yaml", tmp_path / "s"
 
@@ -700,23 +722,21 @@ def test_a_study_that_is_tuned_again_goes_on_without_a_word(tmp_path: Path, monk
     again = study(TUNED.replace("tries: 4", "tries: 9").replace("by: 10", "by: 4"))
     again.run()
     assert before != {p.name for p in again.plan.runs} and not again.missing()  # other values, and what had the old ones is no loss
-    told = json.loads((folder / "study.json").read_text())
-    told["unfit"] = {again.climbs[0].tune.trial(0).name: "not finite"}
-    write_json(folder / "study.json", told)
+    metadata = json.loads((folder / "study.json").read_text())
+    metadata["unfit"] = {again.searches[0].spec.trial(0).name: "not finite"}
+    write_json(folder / "study.json", metadata)
     study(TUNED.replace("tries: 4", "tries: 9").replace("by: 10", "by: 4"), retry=True).run()
-    with pytest.raises(UserError, match="finished runs that this plan lacks"):  # a value that is said is not tuned
+    with pytest.raises(UserError, match="finished runs that this plan lacks"):  # a value that is message is not tuned
         Study(read_plan(str(path), overrides=[*QUICK, "optim.lr=7"]), folder).run()
 
 
 @pytest.mark.parametrize("damage", ["", "{", "{}", "[1]"])
-def test_a_run_whose_summary_is_damaged_is_not_finished_and_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_a_run_with_a_damaged_summary_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     ran = pretend(monkeypatch, peaked)
     plan, folder = read_plan(str(planned(tmp_path / "p.yaml", TUNED)), overrides=QUICK), tmp_path / "s"
     first = Study(plan, folder)
     first.run()
-    trial, run = first.climbs[0].tune.trial(0), first.plan.runs[0]
+    trial, run = first.searches[0].spec.trial(0), first.plan.runs[0]
     text, before = tables(folder), len(ran)
     for harmed in (trial, run):
         (first.path(harmed) / "summary.json").write_text(damage)
@@ -738,7 +758,7 @@ def once_more(execute: Callable[[Config], object], names: list[str]) -> Callable
     return go
 
 
-def test_parts_of_a_study_that_are_kept_one_after_the_other_are_the_whole(
+def test_archiving_the_parts_of_a_study_one_by_one_gives_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, peaked)
@@ -752,7 +772,7 @@ def test_parts_of_a_study_that_are_kept_one_after_the_other_are_the_whole(
         assert tables(out / "s") == tables(tmp_path / "whole" / "s")
         assert json.loads((out / "s" / "study.json").read_text()) == json.loads((tmp_path / "whole" / "s" / "study.json").read_text())
         study = Study(plan, out / "s")
-        assert not study.missing() and not study._lost()
+        assert not study.missing() and not study.lost_runs()
     assert "another configuration" not in capsys.readouterr().out
 
 
@@ -769,7 +789,7 @@ def test_parts_with_other_seeds_and_cells_are_one_study(
     assert tables(tmp_path / "kept" / "s") == tables(tmp_path / "0" / "s")
     assert main(["keep", str(tmp_path / "3"), "--out", str(tmp_path / "kept")]) == 0
     assert [(cell.label, len(cell.runs)) for cell in gather([tmp_path / "kept"]).studies[0].tables[0].cells] == [("A", 2), ("C", 2)]
-    assert "kept before, and still there: one: A" in capsys.readouterr().out  # B has another name now
+    assert "cells that only the archive has: one: A" in capsys.readouterr().out  # B has another name now
 
 
 def test_seeds_of_two_configurations_are_never_one_cell(
@@ -779,12 +799,12 @@ def test_seeds_of_two_configurations_are_never_one_cell(
     for i, text in enumerate([MINE, MINE.replace("seeds: 2", "seeds: [1, 2]").replace("0.2", "0.3")]):
         Study(read_plan(str(planned(tmp_path / "p.yaml", text)), overrides=QUICK), tmp_path / str(i) / "s").run()
         assert main(["keep", str(tmp_path / str(i)), "--out", str(tmp_path / "kept")]) == 0
-    assert "of another configuration than before: B; not in its plan: fedavg_iid-" in capsys.readouterr().out
+    assert "cells with another configuration than before: B; not in the plan: fedavg_iid-" in capsys.readouterr().out
     a, b = gather([tmp_path / "kept"]).studies[0].tables[0].cells
     assert list(a.runs) == [0, 1, 2] and {run.config["optim"]["lr"] for run in b.runs.values()} == {0.3} and list(b.runs) == [1, 2]
 
 
-def told(runs: dict[str, str], **more: object) -> dict[str, object]:
+def metadata(runs: dict[str, str], **more: object) -> dict[str, object]:
     """study.json of one cell, A, and a sweep of it that is known by its first run."""
     cell = {"label": "A", "case": "A", "values": {}, "runs": runs}
     sweep = {
@@ -799,7 +819,7 @@ def told(runs: dict[str, str], **more: object) -> dict[str, object]:
     return {**head, "tuned": [], "unfit": {}, "failures": {}, **more}
 
 
-def test_analyses_and_failures_of_two_parts_are_those_of_the_runs_that_count(tmp_path: Path) -> None:
+def test_merged_parts_keep_the_analyses_and_failures_of_their_remaining_runs(tmp_path: Path) -> None:
     def finish(name: str, rate: float) -> None:
         planned(tmp_path / "runs" / name / "config.yaml", f"seed: {name[-1]}\noptim: {{lr: {rate}}}")
         write_json(tmp_path / "runs" / name / "summary.json", {"val_accuracy": 0.5})
@@ -809,12 +829,15 @@ def test_analyses_and_failures_of_two_parts_are_those_of_the_runs_that_count(tmp
 
     finish("a0", 0.1)
     planned(tmp_path / "analyses" / "a0.json", "{}")
-    old, new = told({"0": "a0", "1": "a1"}, failures={"a1": "no memory"}), told({"0": "b0", "1": "b1"}, failures={"b1": "no memory"})
+    old, new = (
+        metadata({"0": "a0", "1": "a1"}, failures={"a1": "no memory"}),
+        metadata({"0": "b0", "1": "b1"}, failures={"b1": "no memory"}),
+    )
     whole = merged(old, new, tmp_path)  # nothing of the new one is finished
     assert files(whole) == ["analyses/a0.json"] and whole["tables"][0]["cells"][0]["runs"] == {"0": "a0", "1": "b1"}
     assert whole["failures"] == {"b1": "no memory"}
     finish("a1", 0.1)
-    assert merged(old, told({"1": "a1"}), tmp_path)["failures"] == {}
+    assert merged(old, metadata({"1": "a1"}), tmp_path)["failures"] == {}
     finish("b0", 0.2)
     whole = merged(old, new, tmp_path)
     assert files(whole) == ["analyses/b0.json"] and whole["tables"][0]["cells"][0]["runs"] == {"0": "b0", "1": "b1"}
@@ -857,7 +880,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> l
         (Elsewhere("run.dir: no space left on device"), "run.dir: no space left on device"),
     ],
 )
-def test_what_the_device_or_the_disk_stops_is_no_verdict_on_a_value(
+def test_a_failure_of_device_or_disk_does_not_count_against_a_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
 ) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
@@ -867,11 +890,11 @@ def test_what_the_device_or_the_disk_stops_is_no_verdict_on_a_value(
     plain, heavy = found.tables[0].cells
     assert not plain.runs and len(heavy.runs) == 2 and set(found.failures.values()) == {f"tuning: {why}"}
     again = Study(plan, tmp_path / "s")
-    assert not again.unfit
+    assert not again.failed_trials
     assert len(again.run().tables[0].cells[0].runs) == 2 and not again.failures  # the next start has the memory
 
 
-def test_a_study_that_is_killed_while_it_tunes_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_is_killed_while_tuning_can_be_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan = read_plan(str(tmp_path / "p.yaml"), overrides=QUICK)
     calls = raising(monkeypatch, 3, KeyboardInterrupt())
@@ -882,7 +905,7 @@ def test_a_study_that_is_killed_while_it_tunes_can_be_kept(tmp_path: Path, monke
     assert len(calls) == 1 + len(found.trials) + len(found.runs)  # what was kept is not run again; one was killed
 
 
-def test_a_cell_that_no_value_trains_is_a_failure_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_without_a_working_value_fails_and_the_others_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.yaml").write_text(TUNED)
     plan, real = read_plan(str(tmp_path / "p.yaml"), seeds=1, overrides=QUICK), runner.execute
 
@@ -897,12 +920,12 @@ def test_a_cell_that_no_value_trains_is_a_failure_and_the_others_go_on(tmp_path:
     assert list(study.failures.values()) == ["no value of optim.lr trains; tried 0.0001, 0.001, 0.01, 0.1"]
     assert [cell.label for cell in found.tables[0].cells if cell.runs] == ["heavy"]
     again = Study(plan, tmp_path / "s")
-    assert again.missing() == [] and again.failures == study.failures and Study(plan, tmp_path / "s", retry=True).unfit == {}
+    assert again.missing() == [] and again.failures == study.failures and Study(plan, tmp_path / "s", retry=True).failed_trials == {}
 
 
 WORKING = """
 import os, time
-from fedlens.study.processes import work
+from fedlens.study.processes import serve
 
 def do(task):
     if task == "die":
@@ -912,12 +935,12 @@ def do(task):
     print("this is no answer")
     return {"task": task, "process": os.getpid()}
 
-work(do)
+serve(do)
 """
 
 
-def test_a_worker_stays_and_one_that_ended_is_told_and_replaced() -> None:
-    worker = Worker([sys.executable, "-c", WORKING])
+def test_a_worker_is_reused_and_replaced_after_its_process_ends() -> None:
+    worker = ProcessWorker([sys.executable, "-c", WORKING])
     first, second = worker.do("a"), worker.do("b\n")
     assert first["task"] == "a" and second == {"task": "b\n", "process": first["process"]} and first["process"] != os.getpid()
     with pytest.raises(ChildProcessError, match=r"^MemoryError: no room$"):
@@ -933,21 +956,21 @@ def test_a_worker_stays_and_one_that_ended_is_told_and_replaced() -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading, time
-from fedlens.study.processes import Workers
+from fedlens.study.processes import WorkerPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background is born without it
-workers, begun = Workers([sys.executable, "-c", sys.argv[1]], 2), []
+workers, begun = WorkerPool([sys.executable, "-c", sys.argv[1]], 2), []
 
 def do(worker, task):
     begun.append(task)
     return worker.do(task)
 
-assert [answer["task"] for _, answer in workers.each(do, ["a", "b", "c"])] == ["a", "b", "c"]
-processes = [worker._process for worker in workers.all]
+assert [answer["task"] for _, answer in workers.map(do, ["a", "b", "c"])] == ["a", "b", "c"]
+processes = [worker._process for worker in workers.workers]
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 before = time.monotonic()
 try:
-    list(workers.each(do, ["sleep", "sleep", "d"]))
+    list(workers.map(do, ["sleep", "sleep", "d"]))
 except KeyboardInterrupt:
     assert time.monotonic() - before < 30  # they would have slept for 60
     assert begun[3:] == ["sleep", "sleep"] and all(process.poll() is not None for process in processes if process)
@@ -955,20 +978,20 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_ends_the_workers_that_are_at_work_and_begins_nothing_new() -> None:
+def test_an_interrupt_ends_busy_workers_and_starts_no_new_task() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, WORKING], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_a_worker_that_is_closed_while_it_starts_does_not_outlive_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, start, starting = Worker([sys.executable, "-c", WORKING]), Worker._start, threading.Event()
+    worker, start, starting = ProcessWorker([sys.executable, "-c", WORKING]), ProcessWorker._start, threading.Event()
 
-    def slowly(self: Worker) -> "subprocess.Popen[str]":
+    def slowly(self: ProcessWorker) -> "subprocess.Popen[str]":
         starting.set()
         time.sleep(0.5)
         return start(self)
 
-    monkeypatch.setattr(Worker, "_start", slowly)
+    monkeypatch.setattr(ProcessWorker, "_start", slowly)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(worker.do, "sleep")  # for 60 s
         assert starting.wait(10)
@@ -979,7 +1002,7 @@ def test_a_worker_that_is_closed_while_it_starts_does_not_outlive_that(monkeypat
     assert time.monotonic() - before < 30
 
 
-def test_a_worker_at_work_ends_with_its_parent() -> None:
+def test_a_busy_worker_ends_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", WORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write('"a"\n')
@@ -990,13 +1013,13 @@ def test_a_worker_at_work_ends_with_its_parent() -> None:
         assert process.wait(30) == 1
 
 
-def test_children_get_the_gpus_that_their_parent_was_given_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_gpus_of_their_parent_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert [environment_of(place, 3)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [environment_of(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == ["0", "1"]
-    script = "import time; from fedlens.deploy.tied import end_with_parent; end_with_parent(); time.sleep(60)"
+    script = "import time; from fedlens.deploy.worker import end_with_parent; end_with_parent(); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()

@@ -182,12 +182,12 @@ def test_a_hugging_face_backbone_takes_other_sizes_or_says_that_it_does_not(tmp_
     )
     config.save_pretrained(tmp_path / "vit")
     assert create_model(f"hf:{tmp_path / 'vit'}", 5, image_size=64)(torch.randn(2, 3, 64, 64)).shape == (2, 5)
-    with pytest.raises(UserError, match=r"model\.image_size: 4 given"):
+    with pytest.raises(UserError, match=r"model\.image_size must be a size that .* takes, got 4"):
         create_model(f"hf:{tmp_path / 'vit'}", 5, image_size=4)
     transformers.BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48).save_pretrained(
         tmp_path / "bert"
     )
-    with pytest.raises(UserError, match="does not take"):
+    with pytest.raises(UserError, match="must be a size that"):
         create_model(f"hf:{tmp_path / 'bert'}", 5, image_size=32)
 
 

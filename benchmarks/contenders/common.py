@@ -124,7 +124,7 @@ def run(job: dict[str, Any]) -> None:
     assert {len(shard) for shard in shards} == {SAMPLES}  # so that every average is a plain mean
     rounds = 1 + job["rounds"]
     cohorts = [sample_cohort(SEED, r, CLIENTS, PARTICIPATION) for r in range(rounds)]
-    plans = [plan_round(SEED, r, cohorts[r], shards, steps=STEPS, batch=BATCH, augment=Augment()) for r in range(rounds)]
+    plans = [plan_round(SEED, r, cohorts[r], shards, steps=STEPS, batch=BATCH, draw=Augment().draw) for r in range(rounds)]
     model = create_model(name, classes, image_size=size, seed=SEED)
     arrays = {
         "images": images.numpy(),

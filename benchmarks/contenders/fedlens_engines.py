@@ -15,7 +15,7 @@ from fedlens.lens.diagnostics import RoundSums
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.server import server_step
 from fedlens.precision import Precision
-from fedlens.tasks.image import Augment, ImageBank, Pipeline
+from fedlens.tasks.image import Augment, ImageTask, Pipeline
 from fedlens.training.algorithms import ALGORITHMS
 
 
@@ -28,9 +28,10 @@ def run(job: dict[str, Any]) -> None:
     cfg.optim.lr, cfg.optim.momentum, cfg.optim.batch_size = LR, MOMENTUM, BATCH
     model = data.model()
     space = ParamSpace.of(model)
-    bank = ImageBank(Split(data.images, data.labels), device)
     pipeline = Pipeline(data.images.shape[-1], tuple(data.facts["mean"]), tuple(data.facts["std"]))
-    engine = choose_engine(cfg, model, space, bank, pipeline, Precision.choose(device, "fp32"))
+    task = ImageTask(pipeline, Augment(), device)
+    samples = task.samples(Split(data.images, data.labels))
+    engine = choose_engine(cfg, model, space, task, samples, Precision.choose(device, "fp32"))
     algorithm, server = ALGORITHMS["fedavg"](cfg), {}
     shards = [shard.numpy() for shard in data.shards]
     theta = space.read(model)
@@ -38,7 +39,7 @@ def run(job: dict[str, Any]) -> None:
     clock.start()
     for round_ in range(len(data.cohorts)):
         cohort = sample_cohort(SEED, round_, len(shards), PARTICIPATION)
-        work = plan_round(SEED, round_, cohort, shards, steps=STEPS, batch=BATCH, augment=Augment())
+        work = plan_round(SEED, round_, cohort, shards, steps=STEPS, batch=BATCH, draw=task.draw)
         assert torch.equal(work.index, data.index[round_])
         sums = RoundSums()
         for update in engine.updates(theta, ranks.part(work), algorithm.rule(LR), algorithm.offsets(theta)):

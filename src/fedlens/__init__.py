@@ -18,6 +18,7 @@ _HOME = {  # public name -> where it lives
     "Mask": "fedlens.lens.mask_rules",
     "TaskVector": "fedlens.lens.task_vectors",
     "merge": "fedlens.lens.merging",
+    "register": "fedlens.registry",
     "ridge_statistics": "fedlens.models.heads",
     "ridge_head": "fedlens.models.heads",
     "run": "fedlens.training.run",
@@ -35,6 +36,7 @@ __all__ = [
     "load_run",
     "merge",
     "partition",
+    "register",
     "ridge_head",
     "ridge_statistics",
     "run",
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from fedlens.models import create_model
     from fedlens.models.heads import ridge_head, ridge_statistics
     from fedlens.optim.sparse_sgdm import SparseSGDM
+    from fedlens.registry import register
     from fedlens.training.run import Run, load_run, run
 
 

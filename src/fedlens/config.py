@@ -1,360 +1,463 @@
-"""The typed configuration: its schema and its validation. Every key is declared here; overrides.py makes one from YAML and overrides."""
+"""The typed configuration. Each key is declared once: default, meaning, range, and the version that added it.
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+`--help`, the reference page, `fedlens explain` and all checks are derived from these lines; overrides.py composes a configuration from
+YAML and overrides. Importing this module does not import torch: the names of rules are looked up in their registries when a value is checked.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from fedlens.errors import UserError, bad_value
-from fedlens.lens.mask import KINDS
-from fedlens.lens.mask_rules import STRATEGIES
-from fedlens.lens.merging import RULES
-from fedlens.optim.schedules import SCHEDULES
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.registry import registry
+
+CONF = Path(__file__).parent / "conf"
+ENGINES = ("auto", "sequential", "threaded", "cohort")
+
+
+def choices(group: str) -> list[str]:
+    """Return the names of the YAML files of a configuration group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@cache
+def trainer_of(experiment: str) -> str:
+    """Return the trainer that an experiment's YAML file names."""
+    return str(OmegaConf.select(OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml"), "trainer"))
+
+
+# --- one line per key ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known about one configuration key."""
+
+    meaning: str
+    default: Any = None
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    one_of: tuple[str, ...] | str = ()  # names, or the kind of a registry; of a list: its items
+    pattern: str = ""
+    since: str = ""  # the version that added it; such a key enters a run's identity only where it is not the default
+    when: str = ""  # where it matters
+    nullable: bool = False
+    is_list: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names that the key can take, if they are a list."""
+        return list(registry(self.one_of)) if isinstance(self.one_of, str) else list(self.one_of)
+
+    @property
+    def from_registry(self) -> bool:
+        """True if users can add names."""
+        return isinstance(self.one_of, str)
+
+    @property
+    def expected(self) -> str:
+        """The range in words: `in (0, 1]`, `>= 1 or null`."""
+        if self.one_of or self.pattern:
+            text = f"one of {', '.join(self.names)}" if self.one_of else self.pattern.replace("|", ", ").replace(r":\d+", ":N")
+        else:
+            low, high = self.gt if self.ge is None else self.ge, self.lt if self.le is None else self.le
+            if low is not None and high is not None:
+                text = f"in {'[' if self.ge is not None else '('}{low:g}, {high:g}{']' if self.le is not None else ')'}"
+            elif low is not None:
+                text = f"{'>=' if self.ge is not None else '>'} {low:g}"
+            else:
+                text = ""
+        if self.is_list and text:
+            text = f"a list of values {text}" if not self.one_of else f"a list of any of {', '.join(self.names)}"
+        return f"{text} or null" if self.nullable and text else text
+
+    def holds(self, value: Any) -> bool:
+        """Return True if the value is in the key's range."""
+        if value is None:
+            return self.nullable
+        if self.is_list:
+            return all(self._holds(item) for item in value)
+        return self._holds(value)
+
+    def _holds(self, value: Any) -> bool:
+        if self.one_of:
+            return value == self.default or value in self.names
+        if self.pattern:
+            return re.fullmatch(self.pattern, str(value)) is not None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+def key(default: Any, meaning: str, **facts: Any) -> Any:
+    """Declare a configuration key; the facts are those of Key."""
+    metadata = {"key": Key(meaning, default, **facts)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class DataConfig:
-    name: str = "fashion_mini"  # the set: a source of fedlens/data, or hf:NAME; data=NAME also sets what suits it
-    root: str | None = None  # where the set lies; null: FEDLENS_DATA, or ~/.cache/fedlens/data
-    download: bool = False  # true: fetch what is missing; false: say how to get it
-    val_fraction: float = 0.1  # of the training images, stratified, for every choice that is made
-    partition: str = "iid"  # how training images are split over clients: iid | classes | dirichlet
-    classes_per_client: int | None = None  # Nc, of the partition `classes`
-    alpha: float | None = None  # of the partition `dirichlet`: the smaller, the more unequal the clients
-    crop: int = 0  # black border in pixels before a random crop
-    flip: bool = True  # mirror half of the training images, left to right
-    randaugment: int = 0  # random operations on a training image (RandAugment)
-    randaugment_magnitude: float = 0.3  # their strength
+    name: str = key("fashion_mini", "data set: a source of fedlens/data, or hf:NAME; data=NAME also sets what suits it")
+    root: str | None = key(None, "folder of the data set; null: FEDLENS_DATA, or ~/.cache/fedlens/data")
+    download: bool = key(False, "download what is missing; false: explain how to get it")
+    val_fraction: float = key(0.1, "share of the training set, stratified, that every choice is made on", ge=0, lt=1)
+    partition: str = key("iid", "how training samples are split over clients", one_of="partition", when="trainer=federated")
+    classes_per_client: int | None = key(None, "Nc, classes per client", ge=1, when="data.partition=classes")
+    alpha: float | None = key(None, "concentration: the smaller, the more unequal the clients", gt=0, when="data.partition=dirichlet")
+    crop: int = key(0, "black border in pixels before a random crop", ge=0)
+    flip: bool = key(True, "mirror half of the training images, left to right")
+    randaugment: int = key(0, "random operations per training image (RandAugment)", ge=0)
+    randaugment_magnitude: float = key(0.3, "strength of those operations", ge=0, le=1, when="data.randaugment > 0")
 
 
 @dataclass
 class ModelConfig:
-    name: str = "tiny"  # the backbone: a ViT of fedlens, timm:NAME or hf:NAME; model=NAME also sets what suits it
-    weights: str | None = "pretrained"  # what it starts from: null (random) | pretrained | a path
-    image_size: int = 28  # pixels a side that images are resized to
-    dropout: float = 0.0  # on the features, before the head
-    freeze_blocks: int = 0  # the embedding and so many blocks from below stay as they are
-    freeze_backbone: bool = False  # only the head trains
-    freeze_head: bool | None = None  # null: where head=ridge or a checkpoint has fitted it, unless nothing else trains
+    name: str = key("tiny", "backbone: a ViT of fedlens, timm:NAME or hf:NAME; model=NAME also sets what suits it")
+    weights: str | None = key("pretrained", "initial weights: null (random), pretrained, or the path of a checkpoint")
+    image_size: int = key(28, "height and width in pixels that images are resized to", ge=1)
+    dropout: float = key(0.0, "dropout rate on the features, before the head", ge=0, lt=1)
+    freeze_blocks: int = key(0, "blocks from below, and the embedding, that do not train", ge=0)
+    freeze_backbone: bool = key(False, "train the head only")
+    freeze_head: bool | None = key(None, "keep the head; null: where ridge or a checkpoint has fitted it, unless nothing else trains")
 
 
 @dataclass
 class OptimConfig:
-    lr: float = 0.01  # the learning rate, before the schedule's factor
-    momentum: float = 0.9  # of SGD; of a client it starts from zero in every round
-    dampening: float = 0.0  # of momentum, as in torch's SGD
-    nesterov: bool = False  # Nesterov's momentum
-    weight_decay: float = 0.0  # L2, added to the gradient
-    batch_size: int = 64  # B, images in a step
-    clip_norm: float | None = None  # longer gradients are shortened to this norm; null: not
-    schedule: str = "cosine"  # how the rate goes on over the run: constant | cosine | step | exponential | linear
-    warmup: float = 0.0  # the first fraction of the run, over which the rate rises
-    final: float = 0.0  # cosine, linear: the last factor
-    decay: float = 0.1  # step: the factor at a milestone; exponential: over the whole run
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])  # step: when, as fractions of the run
+    lr: float = key(0.01, "learning rate before the schedule's factor; the default depends on model and experiment (conf/rates.yaml)", gt=0)
+    momentum: float = key(0.9, "momentum of SGD; a client starts each round with zero velocity", ge=0, lt=1)
+    dampening: float = key(0.0, "dampening of momentum, as in torch.optim.SGD", ge=0, le=1)
+    nesterov: bool = key(False, "Nesterov momentum")
+    weight_decay: float = key(0.0, "L2 penalty, added to the gradient", ge=0)
+    batch_size: int = key(64, "B, samples per step", ge=1)
+    clip_norm: float | None = key(None, "gradients longer than this are scaled down to it; null: never", gt=0)
+    schedule: str = key("cosine", "learning-rate schedule over the steps or rounds of a run", one_of="schedule")
+    warmup: float = key(0.0, "share of the run over which the rate rises from zero", ge=0, lt=1)
+    final: float = key(0.0, "last factor of the rate", ge=0, le=1, when="optim.schedule=cosine or linear")
+    decay: float = key(0.1, "factor per milestone, or over the whole run", gt=0, le=1, when="optim.schedule=step or exponential")
+    milestones: list[float] = key([0.5, 0.75], "when the rate falls, as shares of the run", gt=0, lt=1, when="optim.schedule=step")
 
 
 @dataclass
 class TrainConfig:
-    epochs: int = 5  # of centralised training
-    label_smoothing: float = 0.0  # of the cross-entropy in training
-    patience: int | None = None  # evaluations without a better validation accuracy before stopping; null: never
-    precision: str = "auto"  # of forward and backward passes; auto is bf16 or fp16 on a CUDA GPU, else fp32: auto | fp32 | bf16 | fp16
-    compile: bool = False  # torch.compile: a slower start, then faster steps on a GPU
-    chunk: int | None = None  # images at once in a step of centralised training; null: as many as fit
-    eval_batch_size: int = 256  # images at once in evaluation, for features and for scores
-    test: bool = True  # false: the test set is not read, for searches
+    epochs: int = key(5, "passes over the training set; 0: the head alone", ge=0, when="trainer=centralized")
+    label_smoothing: float = key(0.0, "label smoothing of the training loss", ge=0, lt=1)
+    patience: int | None = key(None, "stop after this many evaluations without a better validation accuracy; null: never", ge=1)
+    precision: str = key("auto", "number type of forward and backward passes", one_of=("auto", "fp32", "bf16", "fp16"))
+    compile: bool = key(False, "torch.compile: a slower start, then faster steps on a GPU")
+    chunk: int | None = key(None, "samples at once within a step; null: as many as fit", ge=1, since="0.2", when="trainer=centralized")
+    eval_batch_size: int = key(256, "samples at once in evaluation and for features", ge=1)
+    test: bool = key(True, "evaluate the chosen model on the test set; searches set it to false")
+    metrics: list[str] = key([], "further metrics of validation and test, beside loss and accuracy", one_of="metric", since="0.3")
 
 
 @dataclass
 class FederatedConfig:
-    clients: int = 100  # K, in all
-    participation: float = 0.1  # C, the fraction that a round samples
-    local_steps: int = 4  # J, of each client in a round
-    rounds: int = 60  # R, of training
-    algorithm: str = "fedavg"  # what a round does with clients' steps: fedavg | fedprox | scaffold | fednova
-    engine: str = "auto"  # how a cohort trains; auto is cohort on a GPU, sequential on a CPU: auto | sequential | cohort
-    chunk: int | None = None  # clients at once in the cohort engine; null: as many as fit
-    mu: float = 0.01  # FedProx's pull towards the global model
-    eval_every: int = 5  # rounds between two looks at validation
-    target_accuracy: float | None = None  # stop when validation reaches it
-    dropout_rate: float = 0.0  # of sampled clients that never answer
-    straggler_rate: float = 0.0  # of clients that do fewer steps
-    client_metrics: bool = False  # loss and update norm of every client in every round
-    client_vectors: bool = False  # keep what each client has added to the model, so that it can be subtracted (fedlens arith forget)
-    exclude: list[int] = field(default_factory=list)  # clients that never take part: retraining without them
-    idle: list[int] = field(default_factory=list)  # clients that help with head and mask and never train: tasks apart under one head
+    clients: int = key(100, "K, clients in all", ge=1)
+    participation: float = key(0.1, "C, share of the clients that a round samples", gt=0, le=1)
+    local_steps: int = key(4, "J, local steps per client and round", ge=1)
+    rounds: int = key(60, "R, rounds", ge=1)
+    algorithm: str = key("fedavg", "what a round does with the clients' steps", one_of="algorithm")
+    algorithm_options: dict[str, Any] = key({}, "options of the algorithm, checked against its fields", since="0.3")
+    engine: str = key("auto", "how a cohort trains; auto: cohort on a GPU, threaded on a CPU", one_of=ENGINES)
+    chunk: int | None = key(None, "clients at once in the cohort engine; null: as many as fit", ge=1)
+    eval_every: int = key(5, "rounds between evaluations", ge=1)
+    target_accuracy: float | None = key(None, "stop when validation accuracy reaches it; null: never", gt=0, le=1)
+    dropout_rate: float = key(0.0, "share of sampled clients that never answer", ge=0, lt=1)
+    straggler_rate: float = key(0.0, "share of clients that do fewer steps", ge=0, le=1)
+    client_metrics: bool = key(False, "record loss and update norm of every client in every round")
+    client_vectors: bool = key(False, "keep what each client has added to the model, so that it can be subtracted (fedlens arith forget)")
+    exclude: list[int] = key([], "clients that never take part, to retrain without them", ge=0)
+    idle: list[int] = key([], "clients that help with head and mask but never train", ge=0, since="0.2")
 
     def trains(self, client: int) -> bool:
+        """Return True if the client trains when it is sampled."""
         return client not in self.exclude and client not in self.idle
 
 
 @dataclass
 class ServerConfig:
-    optimizer: str = "sgd"  # what the server does with the merged update: sgd | momentum | adam | yogi | adagrad
-    lr: float = 1.0  # α: the task-arithmetic coefficient
-    alphas: list[float] = field(default_factory=list)  # if any: each round takes the one with the lowest validation loss, instead of lr
-    alpha_samples: int = 1000  # validation images that this choice looks at
-    momentum: float = 0.9  # of FedAvgM
-    beta1: float = 0.9  # of FedAdam and FedYogi: memory of the mean update
-    beta2: float = 0.99  # of FedAdam and FedYogi: memory of its square
-    tau: float = 1e-3  # adaptivity of FedAdam, FedYogi, FedAdagrad
-    merge: str = "mean"  # how updates become one: a rule of lens/merging.py
-    trim: float = 0.1  # of trimmed_mean: the fraction of clients that is cut off on either side, entry by entry
-    clip_norm: float | None = None  # of clipped_mean; null: the cohort's median norm
-    ties_density: float = 0.2  # of ties: the fraction of each update that is kept
-    drop: float = 0.5  # of dare: the probability that an entry is dropped
-    top: float = 0.01  # of breadcrumbs: the fraction of each tensor that is cut off above, the largest entries
-    bottom: float = 0.85  # of breadcrumbs: the fraction that is cut off below, the smallest
-    fisher_samples: int = 64  # of fisher: images that a client scores its sensitivities on
-    norm_bound: float | None = None  # updates that are longer are refused; null: none
+    optimizer: str = key("sgd", "what the server does with the merged update", one_of="server optimizer")
+    lr: float = key(1.0, "α, the server's learning rate: the coefficient of task arithmetic", ge=0)
+    alphas: list[float] = key([], "if any: each round takes the α with the lowest validation loss, instead of server.lr", ge=0, since="0.2")
+    alpha_samples: int = key(1000, "validation samples for that choice", ge=1, since="0.2", when="server.alphas is set")
+    momentum: float = key(0.9, "momentum over rounds", ge=0, lt=1, when="server.optimizer=momentum (FedAvgM)")
+    beta1: float = key(0.9, "decay of the mean update", ge=0, lt=1, when="server.optimizer=adam or yogi")
+    beta2: float = key(0.99, "decay of the mean squared update", ge=0, lt=1, when="server.optimizer=adam or yogi")
+    tau: float = key(1e-3, "adaptivity", gt=0, when="server.optimizer=adam, yogi or adagrad")
+    merge: str = key("mean", "rule that merges the updates of a round", one_of="merge rule")
+    merge_options: dict[str, Any] = key({}, "options of the merge rule, checked against its signature", since="0.3")
+    fisher_samples: int = key(64, "samples per client for the sensitivities of Fisher merging", ge=1, when="server.merge=fisher")
+    norm_bound: float | None = key(None, "reject updates longer than this; null: accept all", gt=0, since="0.2")
 
 
 @dataclass
 class MaskConfig:
     """Which coordinates may move. All strategies: exactly round(density · eligible) of them."""
 
-    strategy: str | None = None  # which weights may move; null: all of them (dense)
-    density: float = 0.1  # the fraction that trains; on the command line `sparsity=0.9` is the same
-    rounds: int = 4  # of calibration: scoring, rejecting, scoring again
-    soft: float = 0.01  # what rejected weights are multiplied by while the next round scores
-    scope: str = "central"  # where scores come from, the server's validation images or the clients' data, summed: central | federated
-    labels_from: str = "model"  # where a score's label comes from, drawn by the model, the true one or all of them: model | data | exact
-    score: str = "log_prob"  # what a sensitivity is the squared gradient of: log_prob | logit
-    samples: int | None = None  # images to score on, in all or of each client; null: all
-    path: str | None = None  # a saved mask to use instead, for example another run's mask.safetensors
-    without: list[str] = field(default_factory=list)  # kinds of weight that are not chosen: query, key, value, mlp in, … (lens/mask.py)
-    like: str | None = None  # of random_layerwise: the mask whose densities it takes; null: least_sensitive's
+    strategy: str | None = key(None, "mask rule that selects the weights that train; null: all of them", one_of="mask rule")
+    density: float = key(0.1, "share of the eligible weights that trains; sparsity=0.9 on the command line means density 0.1", gt=0, le=1)
+    rounds: int = key(4, "calibration rounds: score, reject, score again", ge=1)
+    soft: float = key(0.01, "factor on rejected weights while the next round scores", ge=0, le=1)
+    scope: str = key(
+        "central", "scores from the server's validation set, or summed over the clients' data", one_of=("central", "federated")
+    )
+    labels_from: str = key(
+        "model", "label that a score uses: drawn from the model, the true one, or all", one_of=("model", "data", "exact")
+    )
+    score: str = key("log_prob", "function whose squared gradient is the sensitivity", one_of=("log_prob", "logit"))
+    samples: int | None = key(None, "samples to score on, in all or per client; null: all", ge=1)
+    path: str | None = key(None, "saved mask to use instead, for example another run's mask.safetensors")
+    without: list[str] = key([], "kinds of weight that are not selected", one_of="kind of weight", since="0.2")
+    like: str | None = key(
+        None, "mask whose densities per tensor are taken; null: least_sensitive's", when="mask.strategy=random_layerwise"
+    )
 
 
 @dataclass
 class PrivacyConfig:
-    """Differential privacy of a client's part in what the server publishes (McMahan et al. 2018, with the cohorts known to all)."""
+    """Differential privacy of a client's part in what the server publishes (McMahan et al. 2018, with cohorts that clients know)."""
 
-    clip: float | None = None  # every update is shortened to this norm; null: not
-    noise: float = 0.0  # standard deviation of the noise on the sum of updates, as a multiple of `clip`
-    delta: float = 1e-5  # the δ at which ε is told
-    secure_aggregation: bool = False  # of a deployment: the server learns the mean of the updates and none of them (SecAgg+)
-    range: float = 0.1  # of secure aggregation: entries of an update beyond ± this are cut off
+    clip: float | None = key(None, "updates longer than this are scaled down to it; null: never", gt=0, since="0.2")
+    noise: float = key(0.0, "standard deviation of the noise on the sum of updates, as a multiple of privacy.clip", ge=0, since="0.2")
+    delta: float = key(1e-5, "δ at which ε is reported", gt=0, lt=1, when="privacy.noise > 0")
+    secure_aggregation: bool = key(False, "the server learns only the mean of the updates (SecAgg+)", since="0.2", when="fedlens federate")
+    range: float = key(0.1, "entries of an update beyond ± this are cut off", gt=0, when="privacy.secure_aggregation=true")
 
 
 @dataclass
 class DeployConfig:
-    """Clients on other machines (deploy). Nothing here changes what is computed."""
+    """Clients on other machines (deploy/). These keys do not change what is computed."""
 
-    wait: float = 300.0  # seconds for all clients to show up at the start
-    deadline: float = 600.0  # seconds for an answer
-    min_fraction: float = 0.5  # of the clients asked: with fewer answers a round is tried again, then the run stops and can go on later
-    max_samples: int = 1_000_000  # that a client may claim: its update counts by them
+    wait: float = key(300.0, "seconds to wait for all clients at the start", ge=0)
+    deadline: float = key(600.0, "seconds to wait for an answer", gt=0)
+    min_fraction: float = key(
+        0.5, "share of the requested clients that must answer; otherwise the round is retried, then the run stops", gt=0, le=1
+    )
+    max_samples: int = key(1_000_000, "samples that a client may claim: its update is weighted by them", ge=1)
 
 
 @dataclass
 class RunConfig:
-    dir: str | None = None  # the run's folder; null: runs/EXPERIMENT-TIME-HASH under the working directory
-    if_exists: str = "error"  # where run.dir holds this run already: error | resume
-    keep_last: int = 2  # checkpoints that stay: the latest so many
-    keep_best: int = 1  # and so many with the best validation accuracy
-    checkpoint_minutes: float = 5.0  # between checkpoints, beside those at evaluations; 0: after every step or round, before the next
-    trackers: list[str] = field(default_factory=list)  # beside metrics.jsonl, which is always written: tensorboard, wandb, mlflow
-    progress: bool = True  # a bar on a terminal
+    dir: str | None = key(None, "run folder; null: runs/EXPERIMENT-TIME-HASH in the working directory")
+    if_exists: str = key("error", "what to do if run.dir holds this run already", one_of=("error", "resume"))
+    keep_last: int = key(2, "latest checkpoints to keep", ge=1)
+    keep_best: int = key(1, "checkpoints with the best validation accuracy to keep", ge=1)
+    checkpoint_minutes: float = key(5.0, "minutes between checkpoints, beside those at evaluations; 0: after every step or round", ge=0)
+    trackers: list[str] = key([], "trackers beside metrics.jsonl", one_of=("tensorboard", "wandb", "mlflow"))
+    progress: bool = key(True, "show a progress bar on a terminal")
 
 
 @dataclass
 class Config:
-    experiment: str = "centralized"  # the recipe that is run: a file of conf/experiment
-    seed: int = 0  # of everything that is random
-    device: str = "auto"  # auto takes a GPU where there is one: auto | cpu | cuda | cuda:N | mps
-    head: str = "linear"  # the classifier's start, random or fitted in closed form: linear | ridge
+    experiment: str = key("centralized", "recipe: a file of conf/experiment", one_of=tuple(choices("experiment")))
+    trainer: str = key("centralized", "training loop; the experiment sets it", one_of=("centralized", "federated"), since="0.3")
+    seed: int = key(0, "seed of all randomness", ge=0)
+    device: str = key("auto", "device; auto takes a GPU where there is one", pattern=r"auto|cpu|mps|cuda|cuda:\d+")
+    head: str = key("linear", "initial classifier: random (linear) or fitted in closed form (ridge)", one_of=("linear", "ridge"))
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    federated: FederatedConfig = field(default_factory=FederatedConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    mask: MaskConfig = field(default_factory=MaskConfig)
-    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
-    deploy: DeployConfig = field(default_factory=DeployConfig)
+    federated: FederatedConfig = field(default_factory=FederatedConfig, metadata={"when": "trainer=federated"})
+    server: ServerConfig = field(default_factory=ServerConfig, metadata={"when": "trainer=federated"})
+    mask: MaskConfig = field(default_factory=MaskConfig, metadata={"when": "mask.strategy is set"})
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig, metadata={"when": "trainer=federated"})
+    deploy: DeployConfig = field(default_factory=DeployConfig, metadata={"when": "fedlens federate"})
     run: RunConfig = field(default_factory=RunConfig)
 
 
-SCORED = ("least_sensitive", "most_sensitive", "random_layerwise")  # strategies that look at images
-
-Check = tuple[str, Callable[[Any], bool], str]
+# --- all keys as a table ---------------------------------------------------------------------------------------------
 
 
-def choices(group: str) -> list[str]:
-    """The YAML files of a config group."""
-    return sorted(p.stem for p in (Path(__file__).parent / "conf" / group).glob("*.yaml"))
+@cache
+def keys() -> dict[str, Key]:
+    """Return every dotted key with what is known about it, sections excluded."""
+    return dict(_keys_of(Config, "", ""))
 
 
-def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda v: v in names), " | ".join(names)
-
-
-CHECKS: list[Check] = [
-    ("experiment", *_one_of(*choices("experiment"))),
-    ("seed", lambda v: v >= 0, ">= 0"),
-    ("device", lambda v: v in ("auto", "cpu", "cuda", "mps") or v.startswith("cuda:"), "auto | cpu | cuda | cuda:N | mps"),
-    ("head", *_one_of("linear", "ridge")),
-    ("data.val_fraction", lambda v: 0 <= v < 1, "0 <= val_fraction < 1"),
-    ("data.partition", *_one_of("iid", "classes", "dirichlet")),
-    ("data.classes_per_client", lambda v: v is None or v >= 1, ">= 1"),
-    ("data.alpha", lambda v: v is None or v > 0, "> 0"),
-    ("data.crop", lambda v: v >= 0, ">= 0"),
-    ("data.randaugment", lambda v: v >= 0, ">= 0"),
-    ("data.randaugment_magnitude", lambda v: 0 <= v <= 1, "0 to 1"),
-    ("model.image_size", lambda v: v >= 1, ">= 1"),
-    ("model.dropout", lambda v: 0 <= v < 1, "0 <= dropout < 1"),
-    ("model.freeze_blocks", lambda v: v >= 0, ">= 0"),
-    ("optim.lr", lambda v: 0 < v < float("inf"), "> 0"),
-    ("optim.momentum", lambda v: 0 <= v < 1, "0 <= momentum < 1"),
-    ("optim.dampening", lambda v: 0 <= v <= 1, "0 to 1"),
-    ("optim.weight_decay", lambda v: 0 <= v < float("inf"), ">= 0"),
-    ("optim.batch_size", lambda v: v >= 1, ">= 1"),
-    ("optim.clip_norm", lambda v: v is None or v > 0, "> 0 or null"),
-    ("optim.schedule", *_one_of(*SCHEDULES)),
-    ("optim.warmup", lambda v: 0 <= v < 1, "0 <= warmup < 1, a fraction of the run"),
-    ("optim.final", lambda v: 0 <= v <= 1, "0 to 1"),
-    ("optim.decay", lambda v: 0 < v <= 1, "0 < decay <= 1"),
-    ("optim.milestones", lambda v: all(0 < m < 1 for m in v), "fractions of the run, each between 0 and 1"),
-    ("train.epochs", lambda v: v >= 0, ">= 0; 0: the head alone"),
-    ("train.label_smoothing", lambda v: 0 <= v < 1, "0 <= label_smoothing < 1"),
-    ("train.chunk", lambda v: v is None or v >= 1, ">= 1 or null"),
-    ("train.patience", lambda v: v is None or v >= 1, ">= 1 or null"),
-    ("train.precision", *_one_of("auto", "fp32", "bf16", "fp16")),
-    ("train.eval_batch_size", lambda v: v >= 1, ">= 1"),
-    ("federated.clients", lambda v: v >= 1, ">= 1"),
-    ("federated.participation", lambda v: 0 < v <= 1, "0 < participation <= 1"),
-    ("federated.local_steps", lambda v: v >= 1, ">= 1"),
-    ("federated.rounds", lambda v: v >= 1, ">= 1"),
-    ("federated.algorithm", *_one_of("fedavg", "fedprox", "scaffold", "fednova")),
-    ("federated.engine", *_one_of("auto", "sequential", "cohort")),
-    ("federated.chunk", lambda v: v is None or v >= 1, ">= 1 or null"),
-    ("federated.mu", lambda v: 0 <= v < float("inf"), ">= 0"),
-    ("federated.eval_every", lambda v: v >= 1, ">= 1"),
-    ("federated.target_accuracy", lambda v: v is None or 0 < v <= 1, "0 < target_accuracy <= 1 or null"),
-    ("federated.dropout_rate", lambda v: 0 <= v < 1, "0 <= dropout_rate < 1"),
-    ("federated.exclude", lambda v: all(k >= 0 for k in v) and len(set(v)) == len(v), "clients by number, each once"),
-    ("federated.idle", lambda v: all(k >= 0 for k in v) and len(set(v)) == len(v), "clients by number, each once"),
-    ("federated.straggler_rate", lambda v: 0 <= v <= 1, "0 to 1"),
-    ("server.optimizer", *_one_of("sgd", "momentum", "adam", "yogi", "adagrad")),
-    ("server.lr", lambda v: 0 <= v < float("inf"), ">= 0"),
-    ("server.alphas", lambda v: all(0 <= a < float("inf") for a in v), "numbers >= 0"),
-    ("server.alpha_samples", lambda v: v >= 1, ">= 1"),
-    ("server.momentum", lambda v: 0 <= v < 1, "0 <= momentum < 1"),
-    ("server.beta1", lambda v: 0 <= v < 1, "0 <= beta1 < 1"),
-    ("server.beta2", lambda v: 0 <= v < 1, "0 <= beta2 < 1"),
-    ("server.tau", lambda v: v > 0, "> 0"),
-    ("server.merge", lambda v: v in RULES, " | ".join(RULES)),
-    ("server.trim", lambda v: 0 <= v < 0.5, "0 <= trim < 0.5"),
-    ("server.clip_norm", lambda v: v is None or v > 0, "> 0 or null"),
-    ("server.ties_density", lambda v: 0 < v <= 1, "0 < ties_density <= 1"),
-    ("server.drop", lambda v: 0 <= v < 1, "0 <= drop < 1"),
-    ("server.top", lambda v: 0 <= v < 1, "0 <= top < 1"),
-    ("server.bottom", lambda v: 0 <= v < 1, "0 <= bottom < 1"),
-    ("server.fisher_samples", lambda v: v >= 1, ">= 1"),
-    ("server.norm_bound", lambda v: v is None or v > 0, "> 0 or null"),
-    ("privacy.clip", lambda v: v is None or 0 < v < float("inf"), "> 0 or null"),
-    ("privacy.noise", lambda v: 0 <= v < float("inf"), ">= 0"),
-    ("privacy.delta", lambda v: 0 < v < 1, "0 < delta < 1"),
-    ("privacy.range", lambda v: 0 < v < float("inf"), "> 0"),
-    ("deploy.wait", lambda v: v >= 0, ">= 0"),
-    ("deploy.deadline", lambda v: v > 0, "> 0"),
-    ("deploy.max_samples", lambda v: v >= 1, ">= 1"),
-    ("deploy.min_fraction", lambda v: 0 < v <= 1, "0 < min_fraction <= 1"),
-    ("mask.strategy", lambda v: v is None or v in STRATEGIES, " | ".join(STRATEGIES)),
-    ("mask.density", lambda v: 0 < v <= 1, "0 < density <= 1 (sparsity is 1 - density)"),
-    ("mask.rounds", lambda v: v >= 1, ">= 1"),
-    ("mask.soft", lambda v: 0 <= v <= 1, "0 to 1"),
-    ("mask.scope", *_one_of("central", "federated")),
-    ("mask.labels_from", *_one_of("model", "data", "exact")),
-    ("mask.score", *_one_of("log_prob", "logit")),
-    ("mask.samples", lambda v: v is None or v >= 1, ">= 1 or null"),
-    ("mask.without", lambda v: set(v) < set(KINDS), f"any but all of {', '.join(KINDS)}"),
-    ("run.if_exists", *_one_of("error", "resume")),
-    ("run.keep_last", lambda v: v >= 1, ">= 1"),
-    ("run.keep_best", lambda v: v >= 1, ">= 1"),
-    ("run.checkpoint_minutes", lambda v: v >= 0, ">= 0"),
-    ("run.trackers", lambda v: set(v) <= {"tensorboard", "wandb", "mlflow"}, "any of tensorboard, wandb, mlflow"),
-]
-
-
-RULES_OF_ONE_S_OWN = ("mask.strategy", "server.merge", "optim.schedule")  # registries that a user's file may add to
-
-
-def validate(config: Config, *, to_train: bool = True) -> Config:
-    """Ranges of single keys, then what must hold between keys. `to_train` False: what a run was made with may be a rule that is not known here."""
-    for path, holds, allowed in CHECKS:
-        if not to_train and path in RULES_OF_ONE_S_OWN:
-            continue
-        value: Any = config
-        for part in path.split("."):
-            value = getattr(value, part)
-        if not holds(value):
-            raise bad_value(path, value, allowed)
-    if config.optim.nesterov and (config.optim.momentum == 0 or config.optim.dampening != 0):
-        raise UserError("optim.nesterov: true given, allowed only with optim.momentum > 0 and optim.dampening = 0")
-    if config.train.patience is not None and config.data.val_fraction == 0:
-        raise UserError("train.patience: early stopping needs a validation set, but data.val_fraction is 0")
-    if config.head == "ridge" and config.data.val_fraction == 0:
-        raise UserError("head: ridge chooses its lambda on a validation set, but data.val_fraction is 0")
-    if config.mask.strategy and not config.mask.path:
-        if config.mask.scope == "central" and config.data.val_fraction == 0 and config.mask.strategy in SCORED:
-            raise UserError("mask.scope: central scores on a validation set, but data.val_fraction is 0")
-        if config.mask.scope == "federated" and not config.experiment.startswith("fed"):
-            raise UserError(f"mask.scope: federated given, allowed is central for {config.experiment}, which has no clients")
-    if config.mask.path and not config.mask.strategy:
-        raise UserError("mask.path: a mask is given but mask.strategy is null (dense); name the strategy that it came from")
-    if config.federated.client_vectors and (config.server.optimizer, config.server.merge) != ("sgd", "mean"):
-        raise UserError("federated.client_vectors: what a client added is defined for server.optimizer=sgd and server.merge=mean only")
-    for key in ("exclude", "idle"):
-        if gone := [k for k in getattr(config.federated, key) if k >= config.federated.clients]:
-            raise bad_value(f"federated.{key}", gone[0], f"below federated.clients, {config.federated.clients}")
-    if not any(map(config.federated.trains, range(config.federated.clients))):
-        raise UserError(
-            f"federated.exclude, federated.idle: all {config.federated.clients} clients given, allowed is to leave one that trains"
-        )
-    if config.federated.target_accuracy is not None and config.data.val_fraction == 0:
-        raise UserError("federated.target_accuracy: it is reached on a validation set, but data.val_fraction is 0")
-    if config.server.alphas and config.server.optimizer != "sgd":
-        raise UserError(f"server.alphas: α is chosen for server.optimizer=sgd only, {config.server.optimizer!r} given")
-    if config.server.alphas and config.data.val_fraction == 0:
-        raise UserError("server.alphas: α is chosen on a validation set, but data.val_fraction is 0")
-    if config.server.merge == "breadcrumbs" and config.server.top + config.server.bottom >= 1:
-        raise bad_value("server.bottom", config.server.bottom, f"below 1 - server.top, {1 - config.server.top:g}")
-    if config.privacy.noise and config.privacy.clip is None:
-        raise UserError("privacy.noise: noise hides an update only if its length is bounded; set privacy.clip as well")
-    if config.privacy.noise and (config.server.merge != "mean" or config.federated.algorithm not in ("fedavg", "fedprox")):
-        raise UserError("privacy.noise: its accounting holds for server.merge=mean and federated.algorithm=fedavg or fedprox only")
-    if to_train and config.privacy.clip is not None and config.federated.algorithm == "scaffold":
-        raise UserError(
-            "privacy.clip: it bounds updates, but scaffold's control variates are made of them as they come; allowed with the others"
-        )
-    if config.privacy.noise and config.federated.client_vectors:
-        raise UserError("federated.client_vectors: keeping each client's part would undo what privacy.noise is for")
-    if config.privacy.secure_aggregation:
-        if config.server.merge != "mean" or config.federated.algorithm not in ("fedavg", "fedprox"):
-            raise UserError("privacy.secure_aggregation: only a mean is learned; allowed with server.merge=mean and fedavg or fedprox")
-        for key in ("privacy.clip", "server.norm_bound", "federated.client_vectors", "federated.client_metrics"):
-            section, name = key.split(".")
-            if getattr(getattr(config, section), name):
-                raise UserError(f"{key}: looks at single updates, which privacy.secure_aggregation hides from the server")
-    if config.model.freeze_head and config.model.freeze_backbone:
-        raise UserError("model.freeze_head: with model.freeze_backbone nothing is left to train")
-    return config
+def _keys_of(section: Any, prefix: str, when: str) -> Iterator[tuple[str, Key]]:
+    types = get_type_hints(section)
+    for each in fields(section):
+        if "key" in each.metadata:
+            declared: Key = each.metadata["key"]
+            text = str(types[each.name])
+            facts = {"nullable": "None" in text, "is_list": text.startswith("list"), "when": declared.when or when}
+            yield prefix + each.name, Key(**{**declared.__dict__, **facts})
+        else:
+            yield from _keys_of(types[each.name], f"{prefix}{each.name}.", each.metadata.get("when", ""))
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every dotted key of the schema, sections included."""
-    return tuple(_keys_of(OmegaConf.to_container(OmegaConf.structured(Config))))
+    """Return every dotted key, sections included."""
+    sections = [each.name for each in fields(Config) if is_dataclass(each.default_factory) and each.default_factory is not MISSING]
+    return (*keys(), *sections)
 
 
-def _keys_of(section: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _keys_of(value, f"{prefix}{name}.")
+def value_of(config: Config, path: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def validate(config: Config, *, to_train: bool = True) -> Config:
+    """Check the range of every key, then what must hold between keys; return the configuration.
+
+    `to_train` False: the configuration is only read, and may name rules that this process does not know.
+    """
+    for path, known in keys().items():
+        value = value_of(config, path)
+        if (known.from_registry and not to_train) or known.holds(value):
+            continue
+        if known.one_of and isinstance(value, str | list):
+            names = value if isinstance(value, list) else [value]
+            raise unknown(path, next(str(name) for name in names if name not in known.names), known.names)
+        raise bad_value(path, value, known.expected)
+    for check in (_check_training, _check_mask, _check_clients, _check_server, _check_privacy):
+        check(config, to_train)
+    return config
+
+
+def _refuse(condition: object, message: str) -> None:
+    if condition:
+        raise UserError(message)
+
+
+def _check_training(config: Config, to_train: bool) -> None:
+    o, train, model, has_val = config.optim, config.train, config.model, config.data.val_fraction > 0
+    expected = trainer_of(config.experiment)
+    _refuse(config.trainer != expected, f"trainer must be {expected} for experiment={config.experiment}, got {config.trainer!r}.")
+    _refuse(o.nesterov and (o.momentum == 0 or o.dampening), "optim.nesterov needs optim.momentum > 0 and optim.dampening = 0.")
+    no_val = "No validation set: set data.val_fraction > 0 or choose"
+    _refuse(train.patience is not None and not has_val, f"{no_val} train.patience=null.")
+    _refuse(config.head == "ridge" and not has_val, f"{no_val} head=linear; ridge selects its lambda on the validation set.")
+    _refuse(model.freeze_head and model.freeze_backbone, "model.freeze_head must be false with model.freeze_backbone: nothing would train.")
+
+
+def _check_mask(config: Config, to_train: bool) -> None:
+    c = config.mask
+    if c.without and to_train:
+        _refuse(set(c.without) >= set(registry("kind of weight")), "mask.without must leave at least one kind of weight.")
+    _refuse(c.path and not c.strategy, "mask.path needs mask.strategy: name the strategy that the mask was made with.")
+    if not c.strategy or c.path:
+        return
+    federated = config.trainer == "federated"
+    _refuse(c.scope == "federated" and not federated, f"mask.scope must be central: {config.experiment} has no clients.")
+
+
+def _check_clients(config: Config, to_train: bool) -> None:
+    fed, has_val = config.federated, config.data.val_fraction > 0
+    for name in ("exclude", "idle"):
+        listed = getattr(fed, name)
+        _refuse(len(set(listed)) < len(listed), f"federated.{name} must name each client once, got {listed}.")
+        if beyond := [k for k in listed if k >= fed.clients]:
+            raise bad_value(f"federated.{name}", beyond[0], f"below federated.clients, {fed.clients}")
+    _refuse(
+        not any(map(fed.trains, range(fed.clients))),
+        f"federated.exclude, federated.idle: at least one of {fed.clients} clients must train.",
+    )
+    _refuse(
+        fed.target_accuracy is not None and not has_val,
+        "No validation set: set data.val_fraction > 0 or choose federated.target_accuracy=null.",
+    )
+    plain = (config.server.optimizer, config.server.merge) == ("sgd", "mean")
+    _refuse(fed.client_vectors and not plain, "federated.client_vectors needs server.optimizer=sgd and server.merge=mean.")
+    if to_train and fed.algorithm_options:
+        registry("algorithm").check(fed.algorithm, fed.algorithm_options)
+
+
+def _check_server(config: Config, to_train: bool) -> None:
+    c = config.server
+    _refuse(c.alphas and c.optimizer != "sgd", f"server.alphas needs server.optimizer=sgd, got {c.optimizer!r}.")
+    _refuse(c.alphas and config.data.val_fraction == 0, "No validation set: set data.val_fraction > 0 or choose server.alphas=[].")
+    if to_train and c.merge_options:
+        registry("merge rule").check(c.merge, c.merge_options)
+
+
+def _check_privacy(config: Config, to_train: bool) -> None:
+    p, fed, server = config.privacy, config.federated, config.server
+    _refuse(p.noise and p.clip is None, "privacy.noise needs privacy.clip: noise hides an update only if its length is bounded.")
+    _refuse(p.noise and fed.client_vectors, "federated.client_vectors must be false with privacy.noise: it would undo the noise.")
+    if not (p.noise or p.secure_aggregation or p.clip is not None) or not to_train:
+        return
+    algorithm = registry("algorithm")[fed.algorithm]
+    plain_mean = server.merge == "mean" and algorithm.plain_mean
+    which = " or ".join(name for name, each in registry("algorithm").items() if each.plain_mean)
+    _refuse(
+        p.noise and not plain_mean, f"privacy.noise needs server.merge=mean and federated.algorithm={which}: its accounting assumes them."
+    )
+    _refuse(
+        p.clip is not None and algorithm.uses_raw_updates, f"privacy.clip does not work with {fed.algorithm}, which uses unclipped updates."
+    )
+    if p.secure_aggregation:
+        _refuse(
+            not plain_mean, f"privacy.secure_aggregation needs server.merge=mean and federated.algorithm={which}: only a mean is revealed."
+        )
+        for path in ("privacy.clip", "server.norm_bound", "federated.client_vectors", "federated.client_metrics"):
+            _refuse(value_of(config, path), f"{path} looks at single updates, which privacy.secure_aggregation hides from the server.")
+
+
+# --- keys that moved -------------------------------------------------------------------------------------------------
+
+MOVED: dict[str, tuple[str, str, Any]] = {  # key of version 0.2 -> its place now, the rule that has it, its default
+    "server.trim": ("server.merge_options.trim", "trimmed_mean", 0.1),
+    "server.clip_norm": ("server.merge_options.clip_norm", "clipped_mean", None),
+    "server.ties_density": ("server.merge_options.density", "ties", 0.2),
+    "server.drop": ("server.merge_options.drop", "dare", 0.5),
+    "server.top": ("server.merge_options.top", "breadcrumbs", 0.01),
+    "server.bottom": ("server.merge_options.bottom", "breadcrumbs", 0.85),
+    "federated.mu": ("federated.algorithm_options.mu", "fedprox", 0.01),
+}
+CHOSEN_BY = {"server": "merge", "federated": "algorithm"}  # section -> the key that names the rule
+
+
+def upgraded(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration of version 0.2 with today's keys: options of rules that it does not use are dropped."""
+    new = {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
+    for path, (place, rule, default) in MOVED.items():
+        section, _, name = path.partition(".")
+        values = new.get(section) or {}
+        if name in values:
+            value = values.pop(name)
+            if values.get(CHOSEN_BY[section], rule) == rule and value != default:
+                options = place.split(".")[1]
+                values[options] = {**(values.get(options) or {}), place.rpartition(".")[2]: value}
+    if "trainer" not in new and new.get("experiment") in choices("experiment"):
+        new["trainer"] = trainer_of(str(new["experiment"]))
+    return new
+
+
+def as_in_version_2(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reverse of `upgraded`: moved keys under their names in version 0.2, which is how a run's identity has them."""
+    old = {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
+    for path, (place, rule, default) in MOVED.items():
+        section, _, name = path.partition(".")
+        if not old.get(section):
+            continue
+        options = place.split(".")[1]
+        rest = dict(old[section].get(options) or {})
+        chosen = old[section].get(CHOSEN_BY[section]) == rule
+        old[section][name] = rest.pop(place.rpartition(".")[2], default) if chosen else default
+        old[section][options] = rest
+    return old

@@ -19,7 +19,7 @@ def bad_value(field: str, given: object, expected: str) -> UserError:
 
 def unknown(field: str, given: str, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name, with the nearest valid one."""
-    names = sorted(known)
+    names = list(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     listed = ", ".join(names) if len(names) <= 20 else ", ".join(near or names[:20]) + ", …"
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,13 +1,15 @@
-"""How a configuration is composed: from Hydra's YAML and overrides, or from the file that a run folder keeps.
+"""How a configuration is composed: from Hydra's YAML and overrides, or from the file in a run folder.
 
-`compose` is what both `fedlens run` and `fl.run` call. An unknown key is an error that names the nearest.
+Both `fedlens run` and `fl.run` call `compose`. An unknown key is an error that names the nearest one.
 """
 
 import copy
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -19,34 +21,47 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.config import Config, known_keys, validate
+from fedlens.config import CONF, MOVED, Config, keys, known_keys, upgraded, validate
 from fedlens.config import choices as choices
 from fedlens.errors import UserError, first_line, unknown
-from fedlens.lens.mask import KINDS
+from fedlens.registry import registry
 
+log = logging.getLogger("fedlens")
 ConfigStore.instance().store(name="schema", node=Config)
 GROUPS = ("experiment", "data", "model")
+DICTS = tuple(f"{path}." for path, key in keys().items() if isinstance(key.default, dict))  # keys that hold options by name
 
 
 def _other_kinds(value: str) -> list[str]:
-    given = [kind.strip() for kind in value.strip().removeprefix("[").removesuffix("]").split(",")]
-    if wrong := next((kind for kind in given if kind not in KINDS), None):
-        raise unknown("mask.within", wrong, KINDS)
-    return [kind for kind in KINDS if kind not in given]
+    kinds, within = (
+        list(registry("kind of weight")),
+        [kind.strip() for kind in value.strip().removeprefix("[").removesuffix("]").split(",")],
+    )
+    if wrong := next((kind for kind in within if kind not in kinds), None):
+        raise unknown("mask.within", wrong, kinds)
+    return [kind for kind in kinds if kind not in within]
 
 
 def normalise(overrides: Sequence[str]) -> list[str]:
-    """Check each override's key before Hydra sees it, and spell out our shorthands.
+    """Check each override's key before Hydra sees it, and expand the shorthands.
 
-    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts; `sparsity=0.9` (or
-    `mask.sparsity`) is `mask.density=0.1`, for every strategy alike, in sweeps too; `mask.within=[value]` is `mask.without` of all other kinds.
+    `model=timm:NAME`, `model=hf:NAME` and `data=hf:NAME` choose the adapter and name what it adapts. `sparsity=0.9` (or `mask.sparsity`) is
+    `mask.density=0.1`, in sweeps too. `mask.within=[value]` is `mask.without` of all other kinds. `trainer=federated` without an experiment
+    is `experiment=fedavg_iid`. A key of version 0.2 that has moved is read with a warning.
     """
-    keys = set(known_keys())
     done: list[str] = []
+    named = {text.partition("=")[0] for text in overrides}
     for text in overrides:
         name, _, value = text.partition("=")
+        if name in MOVED:
+            place = MOVED[name][0]
+            log.warning("%s is deprecated: it is now %s", name, place)
+            name, text = place, f"{place}={value}"
         if name in ("model", "data") and value.startswith(("timm:", "hf:")):
             done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name={_quoted(value)}"]
+            continue
+        if name == "trainer" and "experiment" not in named and value in ("centralized", "federated"):
+            done.append("experiment=" + {"centralized": "centralized", "federated": "fedavg_iid"}[value])
             continue
         if name in _text_keys():
             text = f"{name}={_as_text(value)}"
@@ -54,37 +69,41 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             text = f"mask.density={value if name == 'density' else _densities(text, value)}"
         if name == "mask.within":
             text = f"mask.without=[{','.join(_other_kinds(value))}]"
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            raise UserError(f"override: {text!r} is not key=value ({first_line(error)})") from None
-        key = str(parsed.key_or_group)
-        if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
-            raise UserError(f"override: {text!r} given, allowed is key=value (keys can be neither added nor deleted)")
-        if key in GROUPS:
-            if not parsed.is_sweep_override() and value not in choices(key):
-                raise unknown(key, value, choices(key))
-        elif not key.startswith("hydra") and key not in keys:
-            raise unknown("key", key, keys)
-        done.append(text)
+        done.append(_checked(text, value))
     return done
+
+
+def _checked(text: str, value: str) -> str:
+    """Return an override whose key and form are valid."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(f"override: {text!r} is not key=value ({first_line(error)}).") from None
+    key = str(parsed.key_or_group)
+    if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
+        raise UserError(f"override must be key=value, got {text!r}: keys can be neither added nor deleted.")
+    if key in GROUPS:
+        if not parsed.is_sweep_override() and value not in choices(key):
+            raise unknown(key, value, choices(key))
+    elif not key.startswith(("hydra", *DICTS)) and key not in known_keys():
+        raise unknown("key", key, known_keys())
+    return text
 
 
 @cache
 def _text_keys() -> frozenset[str]:
-    """Keys whose value is a text."""
-    schema = _schema()
-    found = set()
-    for key in known_keys():
+    """Return the keys whose value is a text."""
+    schema, texts = _schema(), set()
+    for key in keys():
         section, _, name = key.rpartition(".")
         node = (OmegaConf.select(schema, section) if section else schema)._get_node(name)
         if isinstance(node, StringNode):
-            found.add(key)
-    return frozenset(found)
+            texts.add(key)
+    return frozenset(texts)
 
 
 def _as_text(value: str) -> str:
-    """The value of a key that is a text, quoted where Hydra's grammar would refuse it or make a number of it: a path may have any letters. `~/` is home."""
+    """Return the value of a text key, quoted where Hydra's grammar would reject it or read a number: a path may have any letters."""
     if value.startswith("~/"):
         value = str(Path(value).expanduser())
     try:
@@ -97,7 +116,7 @@ def _as_text(value: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """In Hydra's quotes: a backslash counts only before a quote, and at the end."""
+    """Return a text in Hydra's quotes, where a backslash counts only before a quote and at the end."""
     inner = re.sub(r"(\\*)(')", r"\1\1\\\2", value)
     inner = re.sub(r"(\\+)$", r"\1\1", inner)
     return f"'{inner}'"
@@ -107,27 +126,44 @@ def _densities(text: str, value: str) -> str:
     try:
         return ",".join(repr(round(1 - float(v), 12)) for v in value.split(","))
     except ValueError:
-        raise UserError(f"override: {text!r} given, allowed is a number below 1, the fraction that does not train") from None
+        raise UserError(f"override: sparsity must be a number below 1, the share that does not train; got {text!r}.") from None
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Overrides as on the command line -> a validated configuration.
+    """Return the validated configuration of overrides as on the command line.
 
-    Values are put on top of what the groups give, as Hydra does it; what the groups give is composed once a process: a study has hundreds of configurations.
+    Single values are put on top of what the groups set, as Hydra does; the groups are composed once per process, because a study has
+    hundreds of configurations.
     """
     wanted = normalise(overrides)
     groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS)
     try:
         values = OverridesParser.create().parse_overrides([text for text in wanted if text not in groups])
         if any(value.is_sweep_override() or value.is_hydra_override() for value in values):
-            return to_config(_by_hydra(tuple(wanted)))  # which says what is wrong with it
-        return _on_top(copy.deepcopy(_by_hydra(groups)), values)
+            return to_config(_by_hydra(tuple(wanted)))  # raises Hydra's own error
+        composed = copy.deepcopy(_by_hydra(groups))
+        composed.optim.lr = learning_rate_of(groups)
+        return _on_top(composed, values)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"override: {_what_failed(error, wanted)}") from None
 
 
+def learning_rate_of(groups: Sequence[str]) -> float:
+    """Return the learning rate of a model in an experiment, from conf/rates.yaml."""
+    chosen = {"model": "tiny", "experiment": "centralized"} | dict(text.split("=", 1) for text in groups)
+    rates = _rates()[chosen["model"]]
+    return float(rates.get(chosen["experiment"], rates["default"]))
+
+
+@cache
+def _rates() -> Mapping[str, Mapping[str, float]]:
+    table: Any = OmegaConf.to_container(OmegaConf.load(CONF / "rates.yaml"))
+    return table  # type: ignore[no-any-return]
+
+
 def _on_top(composed: DictConfig, values: Sequence[Override], to_train: bool = True) -> Config:
-    """The configuration with these single values, as Hydra sets them."""
+    """Return the configuration with these single values, as Hydra sets them."""
+    OmegaConf.set_struct(composed, False)  # options of rules are not in the schema; all other keys have been checked
     for value in values:
         OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
     return to_config(composed, to_train)
@@ -141,7 +177,7 @@ def _by_hydra(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
-    """Hydra's message without its stack: which value did not fit which type."""
+    """Return Hydra's message without its stack: which value did not fit which type."""
     cause = error.__cause__ or error
     line = first_line(cause)
     key = getattr(cause, "full_key", None) or next((o for o in overrides if o.split("=")[0] in str(error)), "")
@@ -154,6 +190,7 @@ def _schema() -> DictConfig:
 
 
 def to_config(composed: DictConfig, to_train: bool = True) -> Config:
+    """Return a composed configuration as validated dataclasses."""
     try:
         whole = OmegaConf.merge(_schema(), composed)
         config = OmegaConf.to_object(whole)
@@ -164,7 +201,7 @@ def to_config(composed: DictConfig, to_train: bool = True) -> Config:
 
 
 def with_values(config: Config, overrides: Sequence[str]) -> Config:
-    """The configuration with overrides of single keys on top."""
+    """Return the configuration with overrides of single keys on top."""
     if not overrides:
         return config
     try:
@@ -174,28 +211,31 @@ def with_values(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = True) -> Config:
-    """A saved configuration, with overrides on top. Groups are no longer a choice: the file has what they gave.
+    """Return a saved configuration with overrides of single keys on top. The file has what its groups set, so groups cannot be changed.
 
-    `to_train` False: it is only looked at, and may name rules of somebody's own that this process does not have."""
+    `to_train` False: it is only read, and may name rules that this process does not know.
+    """
     try:
         saved = OmegaConf.load(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"config: {path} cannot be read ({error})") from None
+        raise UserError(f"config: {path} cannot be read ({error}).") from None
     except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"config: {path} is not YAML ({first_line(error)})") from None
+        raise UserError(f"config: {path} is not YAML ({first_line(error)}).") from None
     if not isinstance(saved, DictConfig):
-        raise UserError(f"config: {path} is not a mapping of keys")
+        raise UserError(f"config: {path} is not a mapping of keys.")
     wanted = normalise(overrides)
     if groups := [text for text in wanted if text.partition("=")[0] in GROUPS]:
-        raise UserError(f"override: {groups[0]!r} given, allowed on top of {path} are single keys: it has what its groups gave")
+        raise UserError(f"override: only single keys can be set on top of {path}, got {groups[0]!r}.")
     try:
         values = OverridesParser.create().parse_overrides(wanted)
         if sweep := next((value for value in values if value.is_sweep_override()), None):
-            raise UserError(f"override: {sweep.input_line!r} given, allowed is one value")
-        return _on_top(OmegaConf.merge(_schema(), saved), values, to_train)  # type: ignore[arg-type]
+            raise UserError(f"override must be one value, got {sweep.input_line!r}.")
+        plain: Any = OmegaConf.to_container(saved)
+        return _on_top(OmegaConf.merge(_schema(), upgraded(plain)), values, to_train)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
 
 
 def to_yaml(config: Config) -> str:
+    """Return a configuration as YAML, all keys and values."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -7,7 +7,7 @@ A registry lives in the module of its built-in variants; HOMES says where, so th
 """
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from fedlens.errors import UserError, unknown
 
 T = TypeVar("T")
 HOMES = {  # kind -> module:attribute of its registry
+    "kind of weight": "fedlens.lens.mask:KINDS",
     "algorithm": "fedlens.training.algorithms:ALGORITHMS",
     "mask rule": "fedlens.lens.mask_rules:STRATEGIES",
     "merge rule": "fedlens.lens.merging:RULES",
@@ -28,8 +29,9 @@ HOMES = {  # kind -> module:attribute of its registry
 class Registry(MutableMapping[str, T], Generic[T]):
     """Functions or classes by the name that a configuration chooses them by."""
 
-    def __init__(self, kind: str, *members: T) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, *members: T, supplied: tuple[str, ...] = ()) -> None:
+        self.kind, self.supplied = kind, supplied  # `supplied`: keywords that the caller sets, not the user
+        self.check: Callable[[str, dict[str, Any]], None] = lambda name, options: None  # raises for options that a variant refuses
         self._members: dict[str, T] = {}
         for member in members:
             self.register(member)
@@ -48,6 +50,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
     def describe(self, name: str) -> str:
         """Return the first line of a variant's docstring."""
         return (inspect.getdoc(self._members[name]) or "").partition("\n")[0]
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Return the options of a variant, name -> default."""
+        return options_of(self._members[name], self.supplied)  # type: ignore[arg-type]
 
     def __getitem__(self, name: str) -> T:
         return self._members[name]
@@ -87,6 +93,13 @@ def options_of(member: Callable[..., Any], supplied: tuple[str, ...] = ()) -> di
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in supplied}
 
 
+def accepted(member: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the values that the signature names; all of them for a variant that takes **kwargs."""
+    parameters = inspect.signature(member).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in values.items() if takes_all or name in parameters}
+
+
 def check_options(field: str, name: str, given: MutableMapping[str, Any] | dict[str, Any], known: dict[str, Any]) -> None:
     """Raise for an option that the variant `name` does not have, or a required one that is missing."""
     for option in given:
@@ -99,4 +112,4 @@ def check_options(field: str, name: str, given: MutableMapping[str, Any] | dict[
             raise UserError(f"{field}.{option} must be set: {name} has no default for it.")
 
 
-__all__ = ["Registry", "check_options", "options_of", "register", "registry"]
+__all__ = ["Registry", "accepted", "check_options", "options_of", "register", "registry"]

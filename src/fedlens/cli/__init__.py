@@ -1,4 +1,4 @@
-"""The command line. Each command is one function; what the user can mend is one line on stderr and exit status 2."""
+"""The command line. Each command is one function; an error that the user can fix is one line on stderr and exit status 2."""
 
 import argparse
 import logging
@@ -17,52 +17,53 @@ log = logging.getLogger("fedlens")
 
 
 def run_command(args: argparse.Namespace) -> int:
-    from fedlens.overrides import compose, from_file
-    from fedlens.training.run import execute
+    from fedlens.overrides import compose, from_file, to_yaml
 
-    for option, given in (("--config", args.config), ("--print-config", args.print_config)):
-        if args.multirun and given:
-            raise UserError(f"{option}: given with -m, allowed is without it: a sweep is composed from key=value alone")
+    for option, value in (("--config", args.config), ("--print-config", args.print_config)):
+        if args.multirun and value:
+            raise UserError(f"{option} cannot be combined with -m: a sweep is composed from key=value alone.")
     if args.multirun:
         return multirun(args.overrides)
     config = from_file(Path(args.config), args.overrides) if args.config else compose(args.overrides)
     if args.config and not any(o.startswith("run.dir=") for o in args.overrides):
         config.run.dir = None  # a configuration from another run's folder makes a new run
     if args.print_config:
-        from fedlens.overrides import to_yaml
-
         print(to_yaml(config), end="")
         return 0
+    from fedlens.training.run import execute
+
     print(execute(config).path)
     return 0
 
 
 def multirun(overrides: Sequence[str]) -> int:
-    """A sweep through Hydra itself, so that its launchers (joblib, submitit) work: hydra/launcher=joblib."""
+    """Run a sweep through Hydra itself, so that its launchers (joblib, submitit) work: hydra/launcher=joblib."""
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf import DictConfig
 
-    from fedlens.overrides import normalise, to_config
+    from fedlens.overrides import DICTS, compose, normalise
     from fedlens.training.run import execute
 
     wanted = normalise(overrides)
     check_types(wanted)
+    wanted = [f"++{text}" if text.startswith(DICTS) else text for text in wanted]  # Hydra adds options that the schema does not list
     folder = next((o.partition("=")[2] for o in wanted if o.startswith("hydra.sweep.dir=")), time.strftime("runs/sweep-%Y%m%d-%H%M%S"))
-    failed = Path(folder).absolute() / "failed.txt"  # a file: a launcher's jobs are processes of their own, maybe on other machines
+    failed = Path(folder).absolute() / "failed.txt"  # a file: a launcher's jobs are separate processes, maybe on other machines
     failed.unlink(missing_ok=True)
 
     @hydra.main(config_path="pkg://fedlens.conf", config_name="config", version_base="1.3")
-    def job(composed: DictConfig) -> None:
+    def job(_: DictConfig) -> None:
         try:
-            print(execute(to_config(composed)).path)
+            print(execute(compose([text.removeprefix("++") for text in HydraConfig.get().overrides.task])).path)
         except UserError as error:
             with failed.open("a") as file:
                 file.write(f"{error}\n")
             print(f"error: {error}", file=sys.stderr)
 
     sys.argv = ["fedlens run", "-m", *(o for o in wanted if not o.startswith("hydra.sweep.dir=")), f"hydra.sweep.dir={folder}"]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what is wrong in its own way, and exits
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors in its own way and exits
     try:
         job()
     except HydraException as error:
@@ -72,7 +73,7 @@ def multirun(overrides: Sequence[str]) -> int:
 
 
 def check_types(overrides: Sequence[str]) -> None:
-    """Every value of a sweep fits the type of its key: said before there is a folder for it. What else is wrong with one, its run says."""
+    """Check the type of every value of a sweep before its folder exists; ranges are checked by each run."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -92,7 +93,7 @@ def check_types(overrides: Sequence[str]) -> None:
 
 
 def _values(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Each value that a sweep gives a key, one by one; not Hydra's own keys, nor what only Hydra can list (glob, interval)."""
+    """Yield each (key, value) of a sweep, but not Hydra's own keys, nor sweeps that only Hydra can list (glob, interval)."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ValueType
 
@@ -108,14 +109,36 @@ def _values(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def resume_command(args: argparse.Namespace) -> int:
-    from fedlens.training.bench import said
+    from fedlens.runs.session import describe_test
     from fedlens.training.run import load_run
 
     run = load_run(args.run)
     if run.finished:
-        print(f"{run.path} is finished: {said(run.summary)}")
+        print(f"{run.path} is finished: {describe_test(run.summary)}")
         return 0
     print(run.resume().path)
+    return 0
+
+
+def explain_command(args: argparse.Namespace) -> int:
+    from fedlens.config import keys, known_keys
+    from fedlens.errors import unknown
+    from fedlens.registry import registry
+
+    wanted = [path for path in keys() if path == args.key or path.startswith(f"{args.key}.")]
+    if not wanted:
+        raise unknown("key", args.key, known_keys())
+    for path in wanted:
+        key = keys()[path]
+        print(f"{path}: {key.meaning}")
+        facts = {"default": "null" if key.default is None else key.default, "range": key.expected, "matters": key.when, "since": key.since}
+        for name, fact in facts.items():
+            if fact not in ("", None):
+                print(f"  {name:8} {fact}")
+        if isinstance(key.one_of, str) and len(wanted) == 1:
+            for name in registry(key.one_of):
+                options = ", ".join(f"{option}={default}" for option, default in registry(key.one_of).options(name).items())
+                print(f"    {name:18} {registry(key.one_of).describe(name)}" + (f" [{options}]" if options else ""))
     return 0
 
 
@@ -137,7 +160,7 @@ def study_command(args: argparse.Namespace) -> int:
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
     study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
     if args.plan:
-        open_ = {cell: climb.tune.key for climb in study.climbs if climb.next for cell in climb.tune.cells}
+        open_ = {cell: search.spec.key for search in study.searches if search.next for cell in search.spec.cells}
         for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
             name = f"({open_[planned.cell]} to be tuned)" if planned.cell in open_ else planned.name
             print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
@@ -158,9 +181,9 @@ def report_command(args: argparse.Namespace) -> int:
 
 
 def keep_command(args: argparse.Namespace) -> int:
-    from fedlens.study.archive import keep
+    from fedlens.study.archive import archive
 
-    for kept in keep([Path(path) for path in args.paths], Path(args.out)):
+    for kept in archive([Path(path) for path in args.paths], Path(args.out)):
         print(kept.text())
     return 0
 
@@ -220,31 +243,20 @@ CHOICES = "{choices}"  # in an epilog: choices_text()
 
 
 class _HelpWithChoices(argparse.RawDescriptionHelpFormatter):
-    """Fills in what can be chosen only when help is shown: the registries import torch."""
+    """Fills in the names that can be chosen when help is shown: the registries import torch."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return super()._fill_text(text.replace(CHOICES, choices_text()) if CHOICES in text else text, width, indent)
 
 
 def choices_text() -> str:
-    """The names that `fedlens run` takes, from the registries and the YAML files."""
-    from fedlens.config import choices
-    from fedlens.lens.mask_rules import STRATEGIES
-    from fedlens.lens.merging import RULES
-    from fedlens.training.algorithms import ALGORITHMS
+    """Return the names that `fedlens run` takes, from the registries and the YAML files."""
+    from fedlens.config import choices, keys
 
-    named = {
-        "experiment=": choices("experiment"),
-        "data=": choices("data"),
-        "model=": choices("model"),
-        "mask.strategy=": STRATEGIES,
-        "server.merge=": RULES,
-        "federated.algorithm=": ALGORITHMS,
-    }
+    named = {f"{group}=": choices(group) for group in ("experiment", "data", "model")}
+    named |= {f"{path}=": key.names for path, key in keys().items() if key.from_registry}
     lines = [textwrap.fill(", ".join(names), 100, initial_indent=f"{key:22}", subsequent_indent=" " * 22) for key, names in named.items()]
-    return "\n".join(
-        ["what can be chosen:", *lines, "all keys and their values: fedlens run --print-config; what each means: fedlens/config.py"]
-    )
+    return "\n".join(["names to choose from:", *lines, "all keys: fedlens run --print-config; one key: fedlens explain KEY"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,9 +300,22 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--print-config", action="store_true", help="print the composed configuration, all keys and values, and stop")
 
     c = command(
-        commands, "resume", resume_command, "Go on with an interrupted run, on a CPU to the same bits.", "fedlens resume runs/centralized-…"
+        commands,
+        "resume",
+        resume_command,
+        "Continue an interrupted run; on a CPU it ends with the same bits.",
+        "fedlens resume runs/centralized-…",
     )
     c.add_argument("run", help="the run's folder")
+
+    c = command(
+        commands,
+        "explain",
+        explain_command,
+        "Explain a configuration key: meaning, range, default, where it matters.",
+        "fedlens explain server.merge",
+    )
+    c.add_argument("key", metavar="KEY", help="a key such as optim.lr, or a section such as server")
 
     data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")
     parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)

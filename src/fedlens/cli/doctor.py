@@ -1,4 +1,4 @@
-"""`fedlens doctor`: what is installed, which device, which data and weights are found, and how to get what is missing."""
+"""`fedlens doctor`: installed packages, device, data and weights, and how to get what is missing."""
 
 import os
 import platform
@@ -12,13 +12,13 @@ from fedlens.errors import UserError
 from fedlens.models.weights import PUBLIC, public_path
 
 CORE = ("torch", "numpy", "hydra-core", "safetensors", "rich", "matplotlib", "pillow")
-EXTRAS = {
+EXTRAS = {  # package -> extra of fedlens
     **{"timm": "timm", "transformers": "hf", "datasets": "hf", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow-skinny": "mlflow"},
     **{"optuna": "search", "dp-accounting": "privacy", "hydra-joblib-launcher": "cluster", "hydra-submitit-launcher": "cluster"},
     "flwr": "flower",  # best in an environment of its own
 }
 
-Row = tuple[str, str, str]  # what, what was found, how to get it
+Row = tuple[str, str, str]  # component, state, how to get it
 
 
 def version(package: str) -> str | None:
@@ -29,20 +29,19 @@ def version(package: str) -> str | None:
 
 
 def examine(root: str | None = None) -> list[Row]:
+    """Return the state of every component."""
     rows: list[Row] = [("python", platform.python_version(), ""), ("cores", str(os.cpu_count()), "")]
     rows += [(name, version(name) or "missing", "" if version(name) else f"pip install {name}") for name in CORE]
     for name, extra in EXTRAS.items():
-        found = version(name) or (version("mlflow") if name == "mlflow-skinny" else None)
-        rows.append((f"{name} (optional)", found or "not installed", "" if found else f"pip install 'fedlens[{extra}]'"))
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            precision = "bf16" if torch.cuda.get_device_capability(i)[0] >= 8 else "fp16 with loss scaling"
-            rows.append(
-                (f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {precision}", "")
-            )
-    else:
-        rows.append(("GPU", "none that torch sees", "runs go to the CPU in fp32"))
+        installed = version(name) or (version("mlflow") if name == "mlflow-skinny" else None)
+        rows.append((f"{name} (optional)", installed or "not installed", "" if installed else f"pip install 'fedlens[{extra}]'"))
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(i)
+        precision = "bf16" if torch.cuda.get_device_capability(i)[0] >= 8 else "fp16 with loss scaling"
+        memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        rows.append((f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {memory}, {precision}", ""))
+    if not torch.cuda.is_available():
+        rows.append(("GPU", "none that torch sees", "runs use the CPU in fp32"))
     rows.append(("data root", str(Path(root) if root else default_root()), "set data.root or FEDLENS_DATA"))
     for name in ("fashion_mini", "fashion_mnist", "cifar10", "cifar100"):
         try:
@@ -52,12 +51,6 @@ def examine(root: str | None = None) -> list[Row]:
             rows.append((f"data: {name}", "not found", f"fedlens data prepare {name}"))
     rows.append(("weights: tiny", "packaged", ""))
     for name, file in PUBLIC.items():
-        path = public_path(name)
-        rows.append(
-            (
-                f"weights: {name}",
-                f"found, {path}" if path.is_file() else "not found",
-                "" if path.is_file() else f"fetched on first use from {file.url}",
-            )
-        )
+        path, source = public_path(name), f"downloaded on first use from {file.url}"
+        rows.append((f"weights: {name}", f"found, {path}", "") if path.is_file() else (f"weights: {name}", "not found", source))
     return rows

@@ -1,14 +1,14 @@
-"""`fedlens search NAME`: its arguments and what it prints. The work is in search.py.
+"""`fedlens search NAME`: its arguments and output. The search is in study/search.py.
 
-Nothing heavy is imported before the command runs: `fedlens --help` reads this module.
+Heavy modules are imported when the command runs, because `fedlens --help` imports this one.
 """
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fedlens.cli.table import print_table
 from fedlens.errors import bad_value
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ SHOWN = 10  # trials in the table
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `search` to the command line. `command` is the command line's own way to add one with help and example."""
-    about = "Search hyper-parameters on validation: what is finished is kept, what was interrupted goes on."
+    """Add `search` to the command line. `command` adds a parser with help and example."""
+    about = "Search hyper-parameters on validation. Started again, it resumes the interrupted trial and skips the finished ones."
     example = "fedlens search fedavg_noniid\n         fedlens search sparse --on cifar100 --trials 40 data.root=data"
     c = command(commands, "search", search_command, about, example)
     c.add_argument("name", help="centralized, fedavg_iid, fedavg_noniid, sparse; or a YAML file")
-    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every trial; such a key is not searched")
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every trial; these keys are not searched")
     c.add_argument("--on", help="embedded or cifar100 (default: the space's first)")
-    c.add_argument("--trials", type=int, help="how many in all, those that are finished included (default: the space's)")
-    c.add_argument("--jobs", type=int, default=1, help="trials at a time, in processes of their own; one a GPU where there are several")
+    c.add_argument("--trials", type=int, help="total number of trials, including finished ones (default: the space's)")
+    c.add_argument("--jobs", type=int, default=1, help="trials in parallel: one process per trial, one GPU per process if possible")
     c.add_argument("--out", help="the search's folder (default: searches/NAME-WHERE)")
 
 
@@ -44,30 +44,22 @@ def search_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(found: "SearchResult") -> None:
-    """The best trials and the default as a table, then the best one as a command."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _print(result: "SearchResult") -> None:
+    """Print the best trials and the default as a table, then the best one as a command."""
     from fedlens.study.search_space import as_overrides
 
-    complete = sorted((t for t in found.trials if t["state"] == "complete"), key=lambda t: (-t["value"], t["number"]))
-    counts = {state: sum(t["state"] == state for t in found.trials) for state in ("complete", "pruned", "failed")}
-    title = f"{found.name}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}"
-    table = Table("trial", "validation (%)", *map(escape, found.keys), title=escape(title))
+    complete = sorted((t for t in result.trials if t["state"] == "complete"), key=lambda t: (-t["value"], t["number"]))
+    counts = {state: sum(t["state"] == state for t in result.trials) for state in ("complete", "pruned", "failed")}
+    rows = []
     for trial in [*complete[:SHOWN], *(t for t in complete[SHOWN:] if t["number"] == 0)]:
-        values = (text.partition("=")[2] for text in as_overrides(trial["params"]))
-        table.add_row(
-            "0, the default" if trial["number"] == 0 else str(trial["number"]), f"{100 * trial['value']:.2f}", *map(escape, values)
-        )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    Console(width=None if sys.stdout.isatty() else 250).print(table)
-    best, default = complete[0], found.default["value"]
+        values = [text.partition("=")[2] for text in as_overrides(trial["params"])]
+        rows.append(["0, the default" if trial["number"] == 0 else str(trial["number"]), f"{100 * trial['value']:.2f}", *values])
+    title = f"{result.name}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}"
+    print_table(["trial", "validation (%)", *result.keys], rows, title)
+    best, default = complete[0], result.default["value"]
     if best["number"] == 0:
         print("no trial beats the default")
     else:
         print(f"best: trial {best['number']}, validation accuracy {100 * best['value']:.2f} %; the default has {100 * default:.2f} %")
-    print("the test set was not read, and the best of many trials is a little flattered; with other seeds:")
-    print(f"  fedlens run {shlex.join([*found.experiment, *as_overrides(best['params'])])} seed=1")
+    print("the test set was not read; the best of many trials is biased upwards, so check it with other seeds:")
+    print(f"  fedlens run {shlex.join([*result.experiment, *as_overrides(best['params'])])} seed=1")

@@ -1,4 +1,4 @@
-"""Data: where images come from. A source registers itself when its module is imported here."""
+"""Data sets. A source registers itself when its module is imported here."""
 
 from fedlens.data import cifar, fashion, folder  # noqa: F401
 from fedlens.data.dataset import SOURCES, Dataset, Split, load_dataset

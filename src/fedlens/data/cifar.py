@@ -1,4 +1,4 @@
-"""CIFAR-100 and CIFAR-10 (Krizhevsky 2009): the official binary files, or the Python ones read without unpickling code."""
+"""CIFAR-100 and CIFAR-10 (Krizhevsky 2009) from the official binary files, or from the Python files without executing pickles."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedlens.data.dataset import Raw, Split, check_labels, map_file, source
+from fedlens.data.dataset import SOURCES, Raw, Split, check_labels, map_file
 from fedlens.data.download import download as fetch
 from fedlens.data.download import extract_tar
 from fedlens.data.pickles import read_pickle
@@ -19,20 +18,18 @@ PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one of the two sets is, and how its files look."""
+    """File layout of one set. The Python archive has the binary files' names, without .bin."""
 
     url: str
     md5: str
     size: int  # bytes of the archive
     classes: int
-    label_bytes: int  # before the pixels of a record; the last of them is the label we use
+    label_bytes: int  # before the pixels of a record; the last one is the label in use
     folder: str
+    python_folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
     names: str
-    python_folder: str
-    python_train: tuple[str, ...]
-    python_test: tuple[str, ...]
     python_names: str
     label_key: str
     names_key: str
@@ -48,12 +45,10 @@ LAYOUTS = {
         classes=100,
         label_bytes=2,  # coarse, fine
         folder="cifar-100-binary",
+        python_folder="cifar-100-python",
         train=("train.bin",),
         test=("test.bin",),
         names="fine_label_names.txt",
-        python_folder="cifar-100-python",
-        python_train=("train",),
-        python_test=("test",),
         python_names="meta",
         label_key="fine_labels",
         names_key="fine_label_names",
@@ -67,12 +62,10 @@ LAYOUTS = {
         classes=10,
         label_bytes=1,
         folder="cifar-10-batches-bin",
+        python_folder="cifar-10-batches-py",
         train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
         test=("test_batch.bin",),
         names="batches.meta.txt",
-        python_folder="cifar-10-batches-py",
-        python_train=tuple(f"data_batch_{i}" for i in range(1, 6)),
-        python_test=("test_batch",),
         python_names="batches.meta",
         label_key="labels",
         names_key="label_names",
@@ -82,13 +75,13 @@ LAYOUTS = {
 }
 
 
-@source("cifar100")
+@SOURCES.register
 def cifar100(root: Path, download: bool) -> Raw:
     """CIFAR-100: 50,000 + 10,000 colour images of 32 px in 100 classes."""
     return _load("cifar100", root, download)
 
 
-@source("cifar10")
+@SOURCES.register
 def cifar10(root: Path, download: bool) -> Raw:
     """CIFAR-10: 50,000 + 10,000 colour images of 32 px in 10 classes."""
     return _load("cifar10", root, download)
@@ -96,36 +89,38 @@ def cifar10(root: Path, download: bool) -> Raw:
 
 def _load(name: str, root: Path, download: bool) -> Raw:
     layout = LAYOUTS[name]
-    binary, python = (*layout.train, *layout.test), (*layout.python_train, *layout.python_test)
-    folder = _holding(binary, root / layout.folder, root)
-    if folder and not (download and any(not (folder / file).is_file() for file in (*binary, layout.names))):
+    files = (*layout.train, *layout.test)
+    folder = _first_with(files, root / layout.folder, root)
+    if folder and not (download and any(not (folder / file).is_file() for file in (*files, layout.names))):
         return _read_binary(layout, folder)
-    if folder := _holding(python, root / layout.python_folder, root):
+    if folder := _first_with(tuple(map(_python, files)), root / layout.python_folder, root):
         return _read_python(layout, folder)
     if not download:
-        raise UserError(
-            f"{name} not found: looked for {layout.folder}/ and {layout.python_folder}/ in {root} (data.root), "
-            f"and for their files in it; run: fedlens data prepare {name}"
-        )
+        folders = f"{layout.folder}/ or {layout.python_folder}/"
+        raise UserError(f"{name} not found: no {folders} in {root} (data.root). Run: fedlens data prepare {name}")
     archive = fetch(layout.url, root / layout.url.rsplit("/", 1)[-1], md5=layout.md5, size=layout.size)
-    extract_tar(archive, root / layout.folder, [f"{layout.folder}/{file}" for file in (*binary, layout.names)])
+    extract_tar(archive, root / layout.folder, [f"{layout.folder}/{file}" for file in (*files, layout.names)])
     return _read_binary(layout, root / layout.folder)
 
 
-def _holding(files: tuple[str, ...], *folders: Path) -> Path | None:
-    """The first folder with at least one of the files: what else is missing there is then named by the reader."""
+def _first_with(files: tuple[str, ...], *folders: Path) -> Path | None:
+    """Return the first folder with any of the files; the reader then names the missing ones."""
     return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
+
+
+def _python(file: str) -> str:
+    return file.removesuffix(".bin")
 
 
 def _require(path: Path) -> Path:
     if not path.is_file():
-        raise UserError(f"{path}: missing, while other files of the set are there")
+        raise UserError(f"{path}: missing, while other files of the set exist. Download the set again.")
     return path
 
 
 def _raw(layout: Layout, train: Split, test: Split, names: list[str], names_file: Path) -> Raw:
     if len(names) != layout.classes:
-        raise UserError(f"{names_file}: {len(names)} class names, allowed is exactly {layout.classes}")
+        raise UserError(f"{names_file}: must have {layout.classes} class names, got {len(names)}.")
     return Raw(train, test, names, layout.mean, layout.std)
 
 
@@ -140,7 +135,7 @@ def _read_records(layout: Layout, path: Path) -> Split:
     record = layout.label_bytes + PIXELS
     size = path.stat().st_size
     if size == 0 or size % record:
-        raise UserError(f"{path}: {size} bytes is not a whole number of records of {record} bytes: truncated or not this set")
+        raise UserError(f"{path}: size must be a multiple of {record} bytes, got {size}: truncated, or another set.")
     data = map_file(path, size // record, record)
     labels = check_labels(data[:, layout.label_bytes - 1], layout.classes, path)
     return Split(data[:, layout.label_bytes :].view(-1, 3, 32, 32), labels)  # still a view of the file
@@ -149,9 +144,7 @@ def _read_records(layout: Layout, path: Path) -> Split:
 def _read_python(layout: Layout, folder: Path) -> Raw:
     names_file = _require(folder / layout.python_names)
     names = [_decode(name) for name in _field(read_pickle(names_file), layout.names_key, names_file)]
-    train, test = (
-        _join([_read_batch(layout, _require(folder / file)) for file in files]) for files in (layout.python_train, layout.python_test)
-    )
+    train, test = (_join([_read_batch(layout, _require(folder / _python(f))) for f in files]) for files in (layout.train, layout.test))
     return _raw(layout, train, test, names, names_file)
 
 
@@ -159,19 +152,19 @@ def _read_batch(layout: Layout, path: Path) -> Split:
     batch = read_pickle(path)
     data, labels = _field(batch, "data", path), _field(batch, layout.label_key, path)
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS or not len(data):
-        raise UserError(f"{path}: 'data' is not a table of bytes with {PIXELS} columns")
+        raise UserError(f"{path}: 'data' must be a table of bytes with {PIXELS} columns.")
     if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(label, int) for label in labels):
-        raise UserError(f"{path}: {layout.label_key!r} is not a list of {len(data)} whole numbers")
+        raise UserError(f"{path}: {layout.label_key!r} must be a list of {len(data)} integers.")
     return Split(torch.from_numpy(data).view(-1, 3, 32, 32), check_labels(torch.tensor(labels), layout.classes, path))
 
 
 def _field(batch: Any, key: str, path: Path) -> Any:
-    """An entry of a pickled dictionary, its key in bytes (written by Python 2, as the official ones are) or text."""
+    """Return an entry of a pickled dictionary. Its key is bytes if Python 2 wrote it, as in the official files, else text."""
     if isinstance(batch, dict):
         for name in (key.encode(), key):
             if name in batch:
                 return batch[name]
-    raise UserError(f"{path}: no entry {key!r}")
+    raise UserError(f"{path}: must have an entry {key!r}.")
 
 
 def _decode(name: Any) -> str:
@@ -181,5 +174,4 @@ def _decode(name: Any) -> str:
 def _join(parts: list[Split]) -> Split:
     if len(parts) == 1:
         return parts[0]
-    images: list[Tensor] = [part.images for part in parts]
-    return Split(torch.cat(images), torch.cat([part.labels for part in parts]))
+    return Split(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))

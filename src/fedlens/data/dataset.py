@@ -1,4 +1,4 @@
-"""Labelled images in three splits: a source reads the official training and test sets, validation is cut from training only.
+"""Labelled samples in three splits. A source reads the official training and test sets; validation is cut from training only.
 
 A set below IN_MEMORY_BYTES is copied into memory; a larger one stays memory-mapped and its splits are indices into it.
 """
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from fedlens.errors import UserError, bad_value, first_line, unknown
+from fedlens.registry import Registry
 from fedlens.seeding import numpy_rng
 
 IN_MEMORY_BYTES = 2 << 30  # 2 GiB: CIFAR (184 MB) is far below, ImageNet at 256 px (252 GB) far above
-SAMPLED_IMAGES = 2048  # for mean and std where none are published: off by about 0.005, and 256 px images take a second
+SAMPLED_IMAGES = 2048  # for unpublished mean and std: within about 0.005, and 256 px images take one second
 
 Index: TypeAlias = npt.NDArray[np.int64]
 
 
 class Split:
-    """Images and labels in step. `gather` reads a batch; `images` is all of them, read into memory if the split is an index."""
+    """Samples with their labels. `gather` reads a batch, `inputs` all samples."""
 
     def __init__(self, images: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-        """`index` names the rows of `images` that belong to the split, in its order; `labels` has one entry a row of the split."""
-        self.stored = images  # uint8 [rows, channels, height, width], may be a memory-mapped file
+        """`index`: the rows of `images` that form the split, in its order; None: all rows. `labels` has one entry per row of the split."""
+        self.stored = images  # images: uint8 [rows, channels, height, width]; may be a memory-mapped file
         self.labels = labels  # int64 [len(self)]
         self.index = index
         rows = len(images) if index is None else len(index)
@@ -43,21 +44,26 @@ class Split:
 
     @property
     def nbytes(self) -> int:
-        """What the split's pixels take once in memory."""
-        return len(self) * self.stored[:1].numel()
+        """The size of the split's inputs in memory."""
+        return len(self) * self.stored[:1].numel() * self.stored.element_size()
+
+    @property
+    def inputs(self) -> Tensor:
+        """All samples of the split [len(self), …], read into memory if the split is an index."""
+        return self.stored if self.index is None else self.stored.index_select(0, self.index)
 
     @property
     def images(self) -> Tensor:
-        """uint8 [len(self), channels, height, width]"""
-        return self.stored if self.index is None else self.stored.index_select(0, self.index)
+        """All images of the split: uint8 [len(self), channels, height, width]."""
+        return self.inputs
 
     def gather(self, idx: Tensor) -> Tensor:
-        """The images at these positions of the split, uint8: only these rows are read from disk."""
+        """Return the inputs at these positions of the split; only these rows are read from disk."""
         rows = idx if self.index is None else self.index[idx.to(self.index.device)]
         return self.stored.index_select(0, rows.to(self.stored.device))
 
     def subset(self, index: Tensor | Index) -> "Split":
-        """The split at these positions: a copy where the set fits in memory, an index where it does not."""
+        """Return the split at these positions: a copy if the set fits in memory, otherwise an index."""
         chosen = torch.as_tensor(index, dtype=torch.int64)
         labels = self.labels[chosen]
         if self.stored.numel() < IN_MEMORY_BYTES:
@@ -67,18 +73,18 @@ class Split:
 
 @dataclass
 class Raw:
-    """What a source returns: the official training and test sets, untouched."""
+    """The official training and test sets, unmodified, as a source returns them."""
 
     train: Split
     test: Split
     class_names: list[str]
-    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    mean: tuple[float, ...]  # per channel, for pixels in [0, 1]
     std: tuple[float, ...]
 
 
 @dataclass
 class Dataset:
-    """What training uses. `val` comes from the official training set; `test` is the official test set."""
+    """A data set for training. `val` is cut from the official training set; `test` is the official test set."""
 
     train: Split
     val: Split
@@ -91,32 +97,22 @@ class Dataset:
 
 
 Source: TypeAlias = Callable[[Path, bool], Raw]  # (root, download) -> Raw
-SOURCES: dict[str, Source] = {}
-
-
-def source(name: str) -> Callable[[Source], Source]:
-    """Register a source. Its docstring is the line that the command line shows."""
-
-    def register(function: Source) -> Source:
-        SOURCES[name] = function
-        return function
-
-    return register
+SOURCES: Registry[Source] = Registry("source")  # the command line shows the docstrings
 
 
 def default_root() -> Path:
-    """$FEDLENS_DATA, or ~/.cache/fedlens/data."""
+    """Return $FEDLENS_DATA, or ~/.cache/fedlens/data."""
     return Path(os.environ.get("FEDLENS_DATA") or "~/.cache/fedlens/data").expanduser()
 
 
 def load_dataset(
     name: str, root: str | os.PathLike[str] | None = None, *, val_fraction: float = 0.1, seed: int = 0, download: bool = False
 ) -> Dataset:
-    """A data set by name, or `hf:NAME[:CONFIG]`, with a stratified validation split. Nothing is fetched unless `download` is set."""
+    """Return a data set by name, or `hf:NAME[:CONFIG]`, with a stratified validation split. Only `download=True` uses the network."""
     check_fraction(val_fraction)
     where = default_root() if root is None else Path(root).expanduser()
     if name.startswith("hf:"):
-        from fedlens.data.huggingface import load_hf  # here: huggingface.py itself needs Raw and Split
+        from fedlens.data.huggingface import load_hf  # imported late: it imports this module
 
         raw = load_hf(name, where, download)
     elif name in SOURCES:
@@ -125,13 +121,12 @@ def load_dataset(
         raise unknown("data.name", name, [*SOURCES, "hf:NAME[:CONFIG]"])
     train, val = stratified_split(raw.train.labels, val_fraction, seed)
     if not len(train) or (val_fraction > 0 and not len(val)):
-        raise UserError(
-            f"data.val_fraction: {val_fraction} of {len(raw.train)} samples leaves {len(train)} to train and {len(val)} to validate"
-        )
+        sizes = f"{len(train)} training and {len(val)} validation samples"
+        raise bad_value("data.val_fraction", val_fraction, f"a fraction that leaves both splits samples, not {sizes}")
     return Dataset(
         train=raw.train.subset(train),
         val=raw.train.subset(val),
-        test=raw.test.subset(torch.arange(len(raw.test))),  # so that a small test set is in memory too
+        test=raw.test.subset(torch.arange(len(raw.test))),  # copies a small test set into memory
         num_classes=len(raw.class_names),
         class_names=list(raw.class_names),
         name=name,
@@ -141,24 +136,26 @@ def load_dataset(
 
 
 def as_known_to(data: Dataset, class_names: Sequence[str], mean: Sequence[float], std: Sequence[float]) -> Dataset:
-    """The same images with the classes numbered, and the pixels normalised, as another data set has them. Classes that it lacks are refused."""
+    """Return the same images with the class numbers and the normalisation of a federation; raise for a class that it lacks."""
     number = {name: i for i, name in enumerate(class_names)}
-    if strange := [name for name in data.class_names if name not in number]:
-        raise UserError(f"data.root: the class {strange[0]!r} is not one of the federation's: {', '.join(map(repr, class_names[:20]))}")
+    if unknown_classes := [name for name in data.class_names if name not in number]:
+        classes = ", ".join(map(repr, class_names[:20]))
+        raise UserError(f"data.root: class {unknown_classes[0]!r} is not one of the federation's: {classes}. Rename or remove its folder.")
     if len(mean) != len(data.mean) or len(std) != len(data.std):
-        raise UserError(f"data.root: images of {len(data.mean)} channels, the federation's have {len(mean)}")
-    to = torch.tensor([number[name] for name in data.class_names], dtype=torch.int64)
-    train, val, test = (Split(split.stored, to[split.labels], split.index) for split in (data.train, data.val, data.test))
+        raise UserError(f"data.root: images must have {len(mean)} channels, as in the federation, got {len(data.mean)}.")
+    numbers = torch.tensor([number[name] for name in data.class_names], dtype=torch.int64)
+    train, val, test = (Split(split.stored, numbers[split.labels], split.index) for split in (data.train, data.val, data.test))
     return Dataset(train, val, test, len(number), list(class_names), data.name, tuple(mean), tuple(std))
 
 
 def check_fraction(fraction: float) -> None:
+    """Raise for a validation fraction outside [0, 1)."""
     if not 0 <= fraction < 1:
-        raise bad_value("data.val_fraction", fraction, "0 <= fraction < 1")
+        raise bad_value("data.val_fraction", fraction, "in [0, 1)")
 
 
 def stratified_split(labels: Tensor | npt.NDArray[Any], fraction: float, seed: int) -> tuple[Index, Index]:
-    """(train, validation) indices, sorted: round(fraction·n) for validation, from each class its share to within one sample."""
+    """Return sorted (train, validation) indices: round(fraction·n) for validation, from each class its share to within one sample."""
     check_fraction(fraction)
     y = np.asarray(labels)
     rng = numpy_rng(seed, "validation")
@@ -166,7 +163,7 @@ def stratified_split(labels: Tensor | npt.NDArray[Any], fraction: float, seed: i
     quota = fraction * counts
     take = np.floor(quota).astype(np.int64)
     missing = round(fraction * len(y)) - int(take.sum())
-    tie = rng.permutation(len(counts))  # equal remainders: the seed decides, not the order of the classes
+    tie = rng.permutation(len(counts))  # the seed breaks ties between equal remainders
     take[np.lexsort((tie, take - quota))[:missing]] += 1  # largest remainders first
     chosen = np.zeros(len(y), dtype=bool)
     for c, k in enumerate(take):
@@ -175,10 +172,10 @@ def stratified_split(labels: Tensor | npt.NDArray[Any], fraction: float, seed: i
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std per channel, in [0, 1] units, over at most SAMPLED_IMAGES images at equal distances."""
+    """Return mean and std per channel, in [0, 1] units, over at most SAMPLED_IMAGES images at equal distances."""
     rows = torch.arange(0, len(images), max(1, -(-len(images) // SAMPLED_IMAGES)))
     channels = images.shape[1]
-    counts = torch.zeros(channels, 256, dtype=torch.float64)  # a histogram: exact, whatever the order and the chunks
+    counts = torch.zeros(channels, 256, dtype=torch.float64)  # histograms are exact for every order and chunk size
     for chunk in torch.split(rows, 128):
         pixels = images.index_select(0, chunk)
         for c in range(channels):
@@ -186,22 +183,22 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     value = torch.arange(256, dtype=torch.float64) / 255
     weight = counts / counts.sum(1, keepdim=True)
     mean = (weight * value).sum(1)
-    std = (weight * (value - mean[:, None]) ** 2).sum(1).sqrt().clamp(min=1 / 255)  # a constant channel must not divide by zero
+    std = (weight * (value - mean[:, None]) ** 2).sum(1).sqrt().clamp(min=1 / 255)  # avoids division by zero for a constant channel
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
 def map_file(path: Path, *shape: int) -> Tensor:
-    """The file's bytes as a uint8 tensor of this shape, read on access: private to us, so writing to it leaves the file alone."""
+    """Map a file as a uint8 tensor of this shape, read on access. Writes to the tensor do not reach the file."""
     count = int(np.prod(shape))
     try:
         return torch.from_file(str(path), shared=False, size=count, dtype=torch.uint8).view(shape)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{path}: cannot be mapped as {count} bytes ({first_line(error)})") from error
+        raise UserError(f"{path}: cannot map {count} bytes ({first_line(error)}).") from error
 
 
 def check_labels(labels: Tensor, classes: int, where: object) -> Tensor:
-    """The labels as int64, or an error that names their file."""
+    """Return the labels as int64; raise with the name of their file if one is out of range."""
     labels = labels.to(torch.int64)
     if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
-        raise UserError(f"{where}: labels from {int(labels.min())} to {int(labels.max())}, allowed is 0 to {classes - 1}")
+        raise UserError(f"{where}: labels must be 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}.")
     return labels

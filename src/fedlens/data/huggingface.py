@@ -1,4 +1,4 @@
-"""Image sets of the Hugging Face hub or of a local path, through `datasets`: decoded once and mapped, as image folders are."""
+"""Image sets from the Hugging Face hub or a local path, through `datasets`: decoded once and mapped, like image folders."""
 
 import re
 from collections.abc import Iterator
@@ -13,24 +13,25 @@ from fedlens.data.dataset import Raw, Split, channel_statistics, check_labels
 from fedlens.data.folder import Item, cached_images, natural_size
 from fedlens.errors import UserError, bad_value, first_line
 
-LABELS = ["fine_label", "label", "labels"]  # preferred names, the first that is there
+LABELS = ["fine_label", "label", "labels"]  # preferred names, the first that exists
 
 
 def load_hf(name: str, root: Path, download: bool, size: int | None = None) -> Raw:
-    """`hf:NAME[:CONFIG]`; NAME is on the hub or a local path. `size` as in `load_folder`."""
+    """Return the set `hf:NAME[:CONFIG]`, where NAME is on the hub or a local path. `size` as in `load_folder`."""
     dataset, _, config = name.removeprefix("hf:").partition(":")
     if not dataset:
         raise bad_value("data.name", name, "hf:NAME or hf:NAME:CONFIG")
     splits = _open(name, dataset, config or None, download)
     held_out = next((s for s in ("test", "validation", "valid", "val") if s in splits), None)
     if "train" not in splits or held_out is None:
-        raise UserError(f"{name}: needs a split train and one of test, validation; it has {', '.join(splits)}")
+        raise UserError(f"{name}: must have a split train and a split test or validation; it has {', '.join(splits)}.")
     image, label = _columns(name, splits["train"].features)
     names = list(splits["train"].features[label].names)
     if getattr(splits[held_out].features.get(label), "names", None) != names or image not in splits[held_out].features:
-        raise UserError(f"{name}: train and {held_out} have different columns or class names")
+        raise UserError(f"{name}: train and {held_out} must have the same columns and class names.")
     if size is None:
-        size = natural_size(list(_sample(name, splits["train"], image)))
+        rows = splits["train"]
+        size = natural_size(list(_items(name, rows.select(range(0, len(rows), max(1, -(-len(rows) // 64)))), image)))
     cache = root / "hf" / re.sub(r"[^\w.-]+", "_", name.removeprefix("hf:")).strip("_")
     train, test = (_split(name, part, splits[part], image, label, len(names), cache, size) for part in ("train", held_out))
     return Raw(train, test, names, *channel_statistics(train.stored))
@@ -40,21 +41,21 @@ def _open(name: str, dataset: str, config: str | None, download: bool) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name}: needs the datasets library; run: pip install 'fedlens[hf]'") from error
+        raise UserError(f"{name}: needs the datasets library. Run: pip install 'fedlens[hf]'") from error
     local = Path(dataset).expanduser()
     try:
         if (local / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(local))
         with nullcontext() if download else _offline():
             return datasets.load_dataset(str(local) if local.exists() else dataset, config)
-    except Exception as error:  # the library's errors are of many kinds
-        hint = "" if download or local.exists() else f"; if it is not here yet, run: fedlens data prepare {name}"
-        raise UserError(f"{name}: cannot be loaded ({type(error).__name__}: {first_line(error)}){hint}") from error
+    except Exception as error:  # the library raises errors of many types
+        hint = "" if download or local.exists() else f" To download it, run: fedlens data prepare {name}"
+        raise UserError(f"{name}: cannot be loaded ({type(error).__name__}: {first_line(error)}).{hint}") from error
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """The libraries' own offline switch, which they read from the environment at import only: what is in their cache still loads."""
+    """Set the libraries' offline switch, which they read from the environment only at import. Their cache still works."""
     import datasets
     import huggingface_hub
 
@@ -70,18 +71,18 @@ def _offline() -> Iterator[None]:
 
 
 def _columns(name: str, features: Any) -> tuple[str, str]:
-    """The image column and the label column."""
+    """Return the names of the image column and the label column."""
     import datasets
 
     images = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
     labels = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not images or not labels:
-        raise UserError(f"{name}: needs an Image and a ClassLabel column; it has {', '.join(features)}")
+        raise UserError(f"{name}: must have an Image and a ClassLabel column; it has {', '.join(features)}.")
     return images[0], next((column for column in LABELS if column in labels), labels[0])
 
 
 def _items(name: str, rows: Any, image: str) -> Iterator[Item]:
-    """The encoded images: we decode them, in threads."""
+    """Yield the encoded images; they are decoded later, in threads."""
     import datasets
 
     for i, row in enumerate(rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))):
@@ -90,13 +91,9 @@ def _items(name: str, rows: Any, image: str) -> Iterator[Item]:
         yield data, f"{name}: image {i}"
 
 
-def _sample(name: str, rows: Any, image: str) -> Iterator[Item]:
-    return _items(name, rows.select(range(0, len(rows), max(1, -(-len(rows) // 64)))), image)
-
-
 def _split(name: str, part: str, rows: Any, image: str, label: str, classes: int, cache: Path, size: int) -> Split:
     if not len(rows):
-        raise UserError(f"{name}: the split {part} is empty")
+        raise UserError(f"{name}: the split {part} is empty.")
     numbers: list[int | None] = list(rows.with_format(None)[label])
     labels: Tensor = check_labels(torch.tensor([-1 if n is None else n for n in numbers]), classes, f"{name}: {part}.{label}")
     fingerprint = [name, part, image, rows._fingerprint]

@@ -1,43 +1,38 @@
-"""Client shards: every training sample belongs to exactly one client, whatever the scheme.
+"""Client shards: every scheme assigns each training sample to exactly one client.
 
-iid: stratified. classes: exactly Nc classes a client. dirichlet: class proportions drawn per client (Hsu et al. 2019).
+iid: stratified. classes: exactly Nc classes per client. dirichlet: class proportions drawn per client (Hsu et al. 2019).
+A scheme takes (labels, clients, rng) and, if it names them, classes_per_client and alpha; it returns the owner of each sample.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedlens.errors import UserError, bad_value, unknown
+from fedlens.errors import UserError, bad_value
+from fedlens.registry import Registry, accepted
 from fedlens.seeding import numpy_rng
 
-CHAINS, CHAINED = 1000, 10_000  # samples moved along chains at most, and up to how many clients it is tried
-TRIES = 8  # assignments of classes to clients, while client sizes differ by more than one sample
+CHAINS, CHAINED = 1000, 10_000  # limits of samples moved along chains, and of clients for which chains are tried
+TRIES = 8  # assignments of classes to clients to try while client sizes differ by more than one sample
 Index = NDArray[np.int64]
 Labels = NDArray[np.int64] | torch.Tensor | Sequence[int]
 
 
 def partition(
-    labels: Labels,
-    clients: int,
-    scheme: str = "iid",
-    *,
-    classes_per_client: int | None = None,
-    alpha: float | None = None,
-    seed: int = 0,
+    labels: Labels, clients: int, scheme: str = "iid", *, classes_per_client: int | None = None, alpha: float | None = None, seed: int = 0
 ) -> list[Index]:
-    """Indices of each client's samples, sorted; disjoint, and together all samples."""
-    y = _as_array(labels)
-    if scheme not in SCHEMES:
-        raise unknown("data.partition", scheme, SCHEMES)
+    """Return the sorted indices of each client's samples: disjoint, and together all samples."""
+    y, assign = _as_array(labels), SCHEMES.choose(scheme, "data.partition")
     if clients < 1:
         raise bad_value("federated.clients", clients, ">= 1")
-    rng = numpy_rng(seed, "partition")
-    owner = SCHEMES[scheme](y, clients, rng, classes_per_client=classes_per_client, alpha=alpha)
+    options = accepted(assign, {"classes_per_client": classes_per_client, "alpha": alpha})
+    owner = np.asarray(assign(y, clients, numpy_rng(seed, "partition"), **options))
+    if owner.shape != y.shape or not np.issubdtype(owner.dtype, np.integer) or owner.min() < 0 or owner.max() >= clients:
+        raise UserError(f"data.partition: {scheme!r} must return a client in 0..{clients - 1} for each of {len(y)} samples.")
     order = np.argsort(owner, kind="stable")  # stable: indices stay sorted within a client
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
@@ -45,20 +40,20 @@ def partition(
 def _as_array(labels: Labels) -> Index:
     y = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
     if y.ndim != 1 or len(y) == 0 or not np.issubdtype(y.dtype, np.integer) or (y < 0).any():
-        raise UserError(f"partition: labels {y.dtype} of shape {y.shape} given, allowed is a non-empty vector of whole numbers >= 0")
+        raise UserError(f"partition: labels must be a non-empty vector of integers >= 0, got {y.dtype} of shape {y.shape}.")
     return y.astype(np.int64)
 
 
-def iid(y: Index, clients: int, rng: np.random.Generator, **other: Any) -> Index:
-    """Stratified: sizes differ by at most 1, and so does each class between clients."""
+def iid(y: Index, clients: int, rng: np.random.Generator) -> Index:
+    """Stratify: client sizes differ by at most 1, and so do the counts of each class."""
     order = np.lexsort((rng.random(len(y)), y))  # by class, at random within a class
     owner = np.empty(len(y), np.int64)
-    owner[order] = rng.permutation(clients)[np.arange(len(y)) % clients]  # dealt like cards
+    owner[order] = rng.permutation(clients)[np.arange(len(y)) % clients]
     return owner
 
 
-def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_client: int | None = None, **other: Any) -> Index:
-    """Exactly Nc distinct classes a client, every class on some client, sizes as equal as the class counts allow."""
+def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_client: int | None = None) -> Index:
+    """Give each client exactly Nc distinct classes and each class some client, with sizes as equal as the class counts allow."""
     y = np.unique(y, return_inverse=True)[1]
     counts, nc = np.bincount(y), classes_per_client
     if nc is None or nc < 1:
@@ -66,20 +61,17 @@ def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_
     if nc > len(counts):
         raise bad_value("data.classes_per_client", nc, f"at most the number of classes, {len(counts)}")
     if clients * nc < len(counts):
-        raise UserError(
-            f"data.classes_per_client: {clients} clients x {nc} classes leave some of {len(counts)} classes without a client; "
-            f"allowed is clients x classes_per_client >= {len(counts)}"
-        )
+        expected = f">= {-(-len(counts) // clients)} for {clients} clients (else some of {len(counts)} classes are without a client)"
+        raise bad_value("data.classes_per_client", nc, expected)
     if np.minimum(counts, clients).sum() < clients * nc:
-        raise UserError(f"data.classes_per_client: {clients} clients x {nc} classes need more samples than the {len(y)} there are")
+        raise UserError(f"data.classes_per_client: {clients} clients x {nc} classes need more samples than the data's {len(y)}.")
     holders = _slots(counts, clients, clients * nc)
-    plans = []  # where holders cannot be shared out evenly, which classes meet decides how equal sizes can get: best of a few
-    for _ in range(TRIES):
+    # How equal sizes get depends on which classes share a client: take the best of a few assignments.
+    plans: list[tuple[int, Index, Index]] = []
+    while len(plans) < TRIES and not (plans and plans[-1][0] <= 1):
         held = _mix(_assign(holders, clients, nc, counts, rng), rng)  # [clients, nc]
         sizes = _level(held, counts, rng)  # [clients, nc]: samples of each held class
         plans.append((int(np.ptp(sizes.sum(1))), held, sizes))
-        if plans[-1][0] <= 1:
-            break
     _, held, sizes = min(plans, key=lambda plan: plan[0])
     owner = np.empty(len(y), np.int64)
     order = np.lexsort((rng.random(len(y)), y))
@@ -89,7 +81,7 @@ def by_classes(y: Index, clients: int, rng: np.random.Generator, *, classes_per_
 
 
 def _slots(counts: Index, clients: int, total: int) -> Index:
-    """How many clients hold each class: proportional to its count, at least 1, at most all clients or its samples."""
+    """Return how many clients hold each class: proportional to its count, at least 1, at most all clients or its samples."""
     cap = np.minimum(counts, clients)
     slots = np.ones_like(counts)
     while (left := total - slots.sum()) > 0:
@@ -97,7 +89,7 @@ def _slots(counts: Index, clients: int, total: int) -> Index:
         want = np.where(open_, np.maximum(counts * (total / counts.sum()) - slots, 1e-9), 0.0)
         share = want * left / want.sum()
         step = np.minimum(np.floor(share).astype(np.int64), cap - slots)
-        if step.sum() == 0:  # the last few go to the largest remainders
+        if step.sum() == 0:  # the last slots go to the largest remainders
             best = np.argsort(-np.where(open_, share, -1.0), kind="stable")[: min(int(left), int(open_.sum()))]
             step[best] = 1
         slots += step
@@ -105,10 +97,10 @@ def _slots(counts: Index, clients: int, total: int) -> Index:
 
 
 def _assign(slots: Index, clients: int, nc: int, counts: Index, rng: np.random.Generator) -> Index:
-    """A client x class assignment with these margins: each class goes to the clients with most room (Gale-Ryser)."""
+    """Return the classes of each client [clients, nc], with these margins: each class goes to the clients with most room (Gale-Ryser)."""
     room, load = np.full(clients, nc), np.zeros(clients)
     held = np.full((clients, nc), -1)
-    # large shares first, so that the smaller ones can even out the loads
+    # Large shares first, so that the smaller ones can even out the loads.
     for c in np.lexsort((rng.random(len(slots)), -counts / slots)):
         chosen = np.lexsort((rng.random(clients), load, -room))[: slots[c]]
         held[chosen, nc - room[chosen]] = c
@@ -118,10 +110,7 @@ def _assign(slots: Index, clients: int, nc: int, counts: Index, rng: np.random.G
 
 
 def _mix(held: Index, rng: np.random.Generator, sweeps: int = 20) -> Index:
-    """Random swaps of classes between pairs of clients, so that which classes meet owes nothing to the greedy order.
-
-    Clients of unequal load keep it: a swap is made between slots of one share only when the assignment stays valid.
-    """
+    """Swap classes of equal share between random pairs of clients, in place, to undo the order of the greedy assignment."""
     clients, nc = held.shape
     if nc == 1 or clients < 2:
         return held
@@ -131,47 +120,44 @@ def _mix(held: Index, rng: np.random.Generator, sweeps: int = 20) -> Index:
         left, right = pairs[:, 0], pairs[:, 1]
         i, j = rng.integers(nc, size=len(left)), rng.integers(nc, size=len(left))
         a, b = held[left, i], held[right, j]
-        fine = (share[a] == share[b]) & ~(held[left] == b[:, None]).any(1) & ~(held[right] == a[:, None]).any(1)
-        held[left[fine], i[fine]], held[right[fine], j[fine]] = b[fine], a[fine]
+        valid = (share[a] == share[b]) & ~(held[left] == b[:, None]).any(1) & ~(held[right] == a[:, None]).any(1)
+        held[left[valid], i[valid]], held[right[valid], j[valid]] = b[valid], a[valid]
     return held
 
 
 def _level(held: Index, counts: Index, rng: np.random.Generator, sweeps: int = 200) -> Index:
-    """Split each class over its holders so that client sizes are as equal as they can be.
+    """Return samples per held class [clients, nc] that make client sizes as equal as possible.
 
-    Coordinate descent on the sum of squared sizes: one class at a time is poured like water over its holders. That is
-    convex with a separable constraint, so it converges to the best split of this assignment.
+    Coordinate descent on the sum of squared sizes, one class at a time: a convex problem with separable constraints, so it finds the best.
     """
     sizes = np.zeros(held.shape, np.int64)
     slots = [np.nonzero(held == c) for c in range(len(counts))]
-    for c, (who, where) in enumerate(slots):  # start from an even split
-        even = np.full(len(who), counts[c] // len(who))
-        even[rng.permutation(len(who))[: counts[c] % len(who)]] += 1
-        sizes[who, where] = even
+    for c, (holders, where) in enumerate(slots):  # start from an even split
+        even = np.full(len(holders), counts[c] // len(holders))
+        even[rng.permutation(len(holders))[: counts[c] % len(holders)]] += 1
+        sizes[holders, where] = even
     total = sizes.sum(1)
     for _ in range(sweeps):
-        spread = total.max() - total.min()
-        if spread <= 1:
+        if total.max() - total.min() <= 1:
             break
         before = sizes.copy()
-        for c, (who, where) in enumerate(slots):
-            rest = total[who] - sizes[who, where]
+        for c, (holders, where) in enumerate(slots):
+            rest = total[holders] - sizes[holders, where]
             poured = _pour(rest, int(counts[c]))
-            total[who], sizes[who, where] = rest + poured, poured
+            total[holders], sizes[holders, where] = rest + poured, poured
         if (sizes == before).all():
             break
-    for _ in range(CHAINS if len(held) <= CHAINED else 0):  # whole numbers can stick one off: what is left goes along chains
+    for _ in range(CHAINS if len(held) <= CHAINED else 0):  # integer descent can stop one short: move the rest along chains
         if total.max() - total.min() <= 1 or not _shift(held, sizes, total, slots):
             break
     return sizes
 
 
 def _shift(held: Index, sizes: Index, total: Index, slots: list[tuple[Index, ...]]) -> bool:
-    """Move one sample from a largest client to one smaller by two or more, along clients that share classes. False: there is no such chain,
-    and then no split of this assignment is more equal."""
+    """Move one sample along a chain of shared classes from a largest client to one smaller by two; return False if no chain exists."""
     most = total.max()
     queue = deque(np.flatnonzero(total == most).tolist())
-    came: dict[int, tuple[int, int, int] | None] = dict.fromkeys(queue)  # client -> (from whom, their slot, own slot)
+    previous: dict[int, tuple[int, int, int] | None] = dict.fromkeys(queue)  # client -> (giver, giver's slot, own slot)
     poured: set[int] = set()
     while queue:
         giver = queue.popleft()
@@ -180,13 +166,13 @@ def _shift(held: Index, sizes: Index, total: Index, slots: list[tuple[Index, ...
                 continue
             poured.add(c)
             for taker, j in zip(*(where.tolist() for where in slots[c]), strict=True):
-                if taker in came:
+                if taker in previous:
                     continue
-                came[taker] = (giver, i, j)
+                previous[taker] = (giver, i, j)
                 queue.append(taker)
                 if total[taker] <= most - 2:
                     total[taker] += 1
-                    while (step := came[taker]) is not None:
+                    while (step := previous[taker]) is not None:
                         sizes[taker, step[2]] += 1
                         sizes[step[0], step[1]] -= 1
                         taker = step[0]
@@ -196,7 +182,7 @@ def _shift(held: Index, sizes: Index, total: Index, slots: list[tuple[Index, ...
 
 
 def _pour(rest: Index, amount: int) -> Index:
-    """Integers x >= 1 summing to `amount` that make rest + x as level as possible."""
+    """Return integers x >= 1 summing to `amount` that make rest + x as level as possible."""
     floor = np.sort(rest + 1)
     spare = amount - len(rest)
     filled = np.arange(1, len(floor) + 1) * floor - np.cumsum(floor)  # water needed to reach the k-th floor
@@ -208,8 +194,8 @@ def _pour(rest: Index, amount: int) -> Index:
     return x
 
 
-def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None, **other: Any) -> Index:
-    """Equal sizes; each client's class proportions from Dir(alpha x prior), exhausted classes renormalised."""
+def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None) -> Index:
+    """Make equal sizes, with class proportions per client from Dir(alpha x prior), renormalised as classes run out."""
     if alpha is None or not alpha > 0 or not np.isfinite(alpha):
         raise bad_value("data.alpha", alpha, "> 0 for data.partition=dirichlet")
     counts = np.bincount(y)
@@ -221,7 +207,7 @@ def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float 
         law = _log_dirichlet(rng, alpha * prior)
         while (missing := wanted[client] - taken[client].sum()) > 0:
             still = np.where(left > 0, law, -np.inf)
-            share = np.exp(still - still.max())  # renormalised: of what is left, the client's own favourites
+            share = np.exp(still - still.max())  # renormalised over the classes that are left
             drawn = np.minimum(rng.multinomial(missing, share / share.sum()), left)
             taken[client] += drawn
             left -= drawn
@@ -232,8 +218,7 @@ def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float 
 
 
 def _log_dirichlet(rng: np.random.Generator, concentration: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The logarithm of a draw from Dir(concentration), up to a constant. Where alpha is small nearly all shares are below what a float holds, but
-    their order still says which class a client turns to when its first ones are exhausted."""
+    """Return the logarithm of a draw from Dir(concentration), up to a constant: for a small alpha the shares themselves underflow."""
     law = np.full(len(concentration), -np.inf)
     seen = concentration > 0
     a = np.maximum(concentration[seen], 1e-300)  # so that the division below stays finite
@@ -241,12 +226,13 @@ def _log_dirichlet(rng: np.random.Generator, concentration: NDArray[np.float64])
     return law
 
 
-SCHEMES: dict[str, Callable[..., Index]] = {"iid": iid, "classes": by_classes, "dirichlet": dirichlet}
+SCHEMES: Registry[Callable[..., Index]] = Registry("partition", iid, dirichlet, supplied=("classes_per_client", "alpha"))
+SCHEMES.register(by_classes, "classes")
 
 
 @dataclass(frozen=True)
 class PartitionStats:
-    """What a shard plan looks like; saved with the run."""
+    """Statistics of a partition, saved with the run."""
 
     clients: int
     samples: int
@@ -257,14 +243,14 @@ class PartitionStats:
     classes_max: int
     classes_mean: float
     label_entropy: float  # mean over clients, in nats
-    tv_distance: float  # mean total-variation distance of a client's label law to the global one
+    tv_distance: float  # mean over clients of the total-variation distance to the global label distribution
 
     def as_dict(self) -> dict[str, float | int]:
         return asdict(self)
 
 
 def label_counts(labels: Labels, shards: Sequence[Index]) -> NDArray[np.int64]:
-    """[clients, classes] sample counts."""
+    """Return sample counts [clients, classes]."""
     y = _as_array(labels)
     classes = int(y.max()) + 1
     owner = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
@@ -273,21 +259,18 @@ def label_counts(labels: Labels, shards: Sequence[Index]) -> NDArray[np.int64]:
 
 
 def partition_stats(labels: Labels, shards: Sequence[Index]) -> PartitionStats:
+    """Return the sizes, classes and label distributions of shards."""
     counts = label_counts(labels, shards)
     sizes, classes = counts.sum(1), (counts > 0).sum(1)
     law = counts / np.maximum(sizes, 1)[:, None]
     whole = counts.sum(0) / counts.sum()
     entropy = -(law * np.log(np.where(law > 0, law, 1.0))).sum(1)
-    held = sizes > 0  # a client without samples has no label law
+    held = sizes > 0  # a client without samples has no label distribution
+    rows = {"size": sizes, "classes": classes}
     return PartitionStats(
         clients=len(shards),
         samples=int(sizes.sum()),
-        size_min=int(sizes.min()),
-        size_max=int(sizes.max()),
-        size_mean=float(sizes.mean()),
-        classes_min=int(classes.min()),
-        classes_max=int(classes.max()),
-        classes_mean=float(classes.mean()),
+        **{f"{name}_{how}": getattr(values, how)().item() for name, values in rows.items() for how in ("min", "max", "mean")},
         label_entropy=float(entropy[held].mean()),
         tv_distance=float((np.abs(law - whole).sum(1) / 2)[held].mean()),
     )

@@ -1,6 +1,6 @@
-"""Read the pickled dictionaries of the Python CIFAR archives without running anything that the file asks for.
+"""Read the pickled dictionaries of the Python CIFAR archives without executing code from the file.
 
-A pickle is a program. Here every name it may call is one of ours and only keeps its arguments; any other name is refused.
+A pickle is a program. Here it can only call the stand-ins below, which store their arguments; any other name is refused.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from fedlens.errors import UserError, first_line
 
 
 class _Dtype:
-    """Stands for numpy.dtype: remembers the type code and the byte order."""
+    """Stand-in for numpy.dtype that stores type code and byte order."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.code, self.order = _text(code), "|"
@@ -25,12 +25,12 @@ class _Dtype:
     def name(self) -> str:
         name = ("" if self.order == "|" else self.order) + self.code.lstrip("|")
         if not re.fullmatch(r"[<>=]?[buif][1248]", name):
-            raise ValueError(f"array of type {name!r}")
+            raise ValueError(f"unsupported array type {name!r}")
         return name
 
 
 class _Array:
-    """Stands for numpy.ndarray: remembers shape, type and bytes."""
+    """Stand-in for numpy.ndarray that stores shape, type and bytes."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -41,17 +41,13 @@ class _Array:
     def to_numpy(self) -> np.ndarray[Any, Any]:
         _, shape, dtype, fortran, data = self.state
         if not isinstance(data, bytes):
-            raise ValueError("an array without its bytes")
+            raise ValueError("array without its bytes")
         return np.frombuffer(bytearray(data), dtype.name()).reshape(shape, order="F" if fortran else "C")
-
-
-def _reconstruct(*_: Any) -> _Array:
-    return _Array()
 
 
 def _encode(text: str, codec: Any = "latin1") -> bytes:
     if _text(codec) not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes in codec {codec!r}")
+        raise ValueError(f"unsupported codec {codec!r}")
     return text.encode("latin1")
 
 
@@ -60,8 +56,8 @@ def _text(value: Any) -> str:
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,  # numpy 1 and Python 2
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # numpy 2
+    ("numpy.core.multiarray", "_reconstruct"): _Array,  # numpy 1 and Python 2
+    ("numpy._core.multiarray", "_reconstruct"): _Array,  # numpy 2
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
     ("_codecs", "encode"): _encode,  # how Python 3 writes bytes in protocol 2
@@ -71,23 +67,23 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise UserError(f"asks for {module}.{name}, which plain data never needs: refused, nothing was run")
+            raise UserError(f"refused, nothing was run: the pickle calls {module}.{name}, which plain data never needs.")
         return _ALLOWED[module, name]
 
 
 def read_pickle(path: Path) -> Any:
-    """The file's dictionaries, lists, numbers, strings (Python 2's as bytes) and numeric arrays. Anything else is a UserError."""
+    """Return the file's dictionaries, lists, numbers, strings (bytes from Python 2) and numeric arrays; raise for anything else."""
     try:
         with path.open("rb") as file:
             return _plain(_Unpickler(file, encoding="bytes").load())
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise UserError(f"{path}: not a readable pickle of plain data ({first_line(error)})") from error
+    except Exception as error:  # a damaged pickle raises errors of any type
+        raise UserError(f"{path}: must be a readable pickle of plain data ({first_line(error)}).") from error
 
 
 def _plain(value: Any) -> Any:
-    """The value with its stand-ins turned into real arrays."""
+    """Return the value with stand-ins replaced by arrays."""
     match value:
         case _Array():
             return value.to_numpy()
@@ -99,4 +95,4 @@ def _plain(value: Any) -> Any:
             return tuple(_plain(v) for v in value)
         case None | bool() | int() | float() | str() | bytes():
             return value
-    raise ValueError(f"holds a {type(value).__name__}")
+    raise ValueError(f"unsupported type {type(value).__name__}")

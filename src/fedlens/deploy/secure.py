@@ -1,19 +1,24 @@
-"""Secure aggregation: the server learns the mean of the updates and none of them. Flower's SecAgg+ (Bell et al. 2020) does it; this hands it our work.
+"""Secure aggregation with Flower's SecAgg+ (Bell et al. 2020): the server learns the mean of the updates and no single one.
 
-Sites agree on masks that cancel in the sum, so what a site uploads is noise to the server; shares of the masks' keys let the others make good
-for a site that drops out. The vectors are the k active coordinates: sparsity makes them short, the protocol makes every number eight bytes of an
-integer. A site adds its own clients up first. Entries beyond `privacy.range` are cut off by the site, the only bound that can hold for what nobody sees.
-This is the server's half; a site's is `mean_update` in node.py, and both stretch keys into masks as stretching.py does.
+Sites agree on masks that cancel in the sum, so a single upload looks like noise. Secret shares of the masks' keys replace a site that drops out. A vector holds
+the k active coordinates, eight bytes each, and a site first averages its own clients (`mean_update` in site.py). Sites clamp entries to `privacy.range`:
+no other bound can hold for updates that the server never sees.
+
+This is the server's half. The masks of both halves come from `aes_masks`, which importing this module installs in Flower.
 """
 
+import hashlib
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import FitIns, FitRes, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
@@ -23,103 +28,127 @@ from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
 
-from fedlens.deploy.exchange import exchange
-from fedlens.deploy.wire import Parcel
-from fedlens.engine.local_work import Update
+from fedlens.deploy.protocol import Failure, Payload
 
-FORM = "safetensors"
-LONGEST = 4096  # bytes of an encrypted share (612) or of a share (324)
+if TYPE_CHECKING:
+    from fedlens.engine.local_work import Update
+
+TENSOR_TYPE = "safetensors"
+MAX_SHARE = 4096  # bytes; an encrypted share has 612, a share 324
 CURVE = "secp384r1"  # of the protocol's keys
-WORST = 1e6  # a loss above it is nonsense, and must not spoil the mean of the others
+MAX_LOSS = 1e6  # a larger loss is left out of the mean loss
+POLL = 0.25  # seconds between looks for replies
 log = logging.getLogger("fedlens")
 
 
-class _Site:
-    """What the workflow wants to know of a client."""
-
-    def __init__(self, number: int) -> None:
-        self.node_id, self.cid = number, str(number)
+# --- masks -----------------------------------------------------------------------------------------------------------
 
 
-class _Round:
-    """A strategy for one round: says what is asked, keeps what the sum was."""
+def aes_masks(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray[Any, Any]]:
+    """Return integers in [0, num_range), a power of two, from AES-256 in counter mode.
 
-    def __init__(self, parcels: Mapping[int, Parcel]) -> None:
-        self.parcels = parcels
-        self.mean: np.ndarray[Any, Any] | None = None
-        self.samples, self.loss, self.clients = 0, 0.0, 0
-
-    def configure_fit(self, round_: int, parameters: object, manager: object) -> list[tuple[_Site, FitIns]]:
-        return [
-            (_Site(site), FitIns(Parameters([parcel.tensors], FORM), {"facts": parcel.told}))
-            for site, parcel in sorted(self.parcels.items())
-        ]
-
-    def aggregate_fit(self, round_: int, results: Sequence[tuple[_Site, FitRes]], failures: object) -> tuple[None, dict[str, Any]]:
-        """All results carry the same vector, the mean over those who answered. It is there now, whatever else a site says: see `_secure`."""
-        self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
-        said = {site.node_id: (found.num_examples, found.metrics.get("loss")) for site, found in results}
-        losses = [(n, float(loss)) for n, loss in said.values() if isinstance(loss, int | float) and 0 <= loss <= WORST and n > 0]
-        self.samples = max(1, sum(n for n, _ in said.values()))
-        self.loss = sum(n * loss for n, loss in losses) / max(1, sum(n for n, _ in losses))
-        self.clients = sum(len(self.parcels[site].facts["clients"]) for site in said if site in self.parcels)
-        return None, {}
+    Flower's own generator has 32 bits of state, so its masks could be found by search.
+    """
+    counts = [int(np.prod(dimensions, dtype=np.int64)) for dimensions in dimensions_list]
+    key = hashlib.sha256(b"fedlens masks" + seed).digest()
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(bytes(4 * sum(counts)))
+    numbers = np.frombuffer(stream, dtype="<u4").astype(np.int64) & (num_range - 1)
+    parts = np.split(numbers, np.cumsum(counts)[:-1])
+    return [part.reshape(dimensions) for part, dimensions in zip(parts, dimensions_list, strict=True)]
 
 
-class Counted:
-    """A grid whose messages are weighed."""
+MASKED = ("flwr.client.mod.secure_aggregation.secaggplus_mod", "flwr.server.workflow.secure_aggregation.secaggplus_workflow")
+for _name in MASKED:
+    _module = import_module(_name)  # by name: a function of the same name hides one of them
+    assert callable(_module.pseudo_rand_gen)
+    _module.pseudo_rand_gen = aes_masks  # type: ignore[attr-defined]
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def exchange(grid: Grid, messages: Sequence[Message], deadline: float) -> Iterator[tuple[int, Message | Failure]]:
+    """Yield (site, reply or failure) as replies arrive within `deadline` seconds.
+
+    Fetch replies one at a time, so that an unreadable reply cannot lose the others. The site is the one asked: an error reply may name another source.
+    """
+    end = time.monotonic() + deadline
+    sites = [message.metadata.dst_node_id for message in messages]
+    waiting = {message_id: site for message_id, site in zip(grid.push_messages(messages), sites, strict=True) if message_id}
+    while waiting and time.monotonic() < end:
+        for message_id in sorted(waiting):
+            try:
+                replies = [reply for reply in grid.pull_messages([message_id]) if reply.metadata.reply_to_message_id == message_id]
+            except Exception as error:  # a site may send anything that Flower fails to read
+                yield waiting.pop(message_id), Failure.of(f"its reply cannot be received ({type(error).__name__}: {error})")
+                continue
+            if replies:
+                yield waiting.pop(message_id), replies[0]
+        if waiting:
+            time.sleep(POLL)
+
+
+def content_size(message: Message) -> int:
+    """Return the size of a message's content on the wire, in bytes."""
+    return sum(
+        sum(len(array.data) for array in record.values()) if isinstance(record, ArrayRecord) else len(record.deflate())
+        for record in message.content.values()
+    )
+
+
+class CountedGrid:
+    """A grid that counts bytes and passes on only replies of the form that their stage requires."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid, self.up, self.down = grid, 0, 0
         self.size = 0  # coordinates of an update
-        self.samples: Mapping[int, int] = {}  # of each site, as it said when it was greeted
-        self.failed: set[int] = set()  # sites that left a message without a good answer, in the first stage that any did
+        self.samples: Mapping[int, int] = {}  # per site, as reported in its hello
+        self.failed: set[int] = set()  # sites without a sound reply in the first stage where any failed
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
         self.down += sum(content_size(message) for message in sent)
-        assert timeout is not None  # `secure_mean` gives every stage its deadline
+        assert timeout is not None  # `secure_mean` sets it for every stage
         replies = [reply for _, reply in exchange(self.grid, sent, timeout)]
-        asked = {message.metadata.dst_node_id: message.content.config_records[RECORD_KEY_CONFIGS] for message in sent}
-        good = [reply for reply in replies if isinstance(reply, Message) and not reply.has_error() and self._in_form(reply, asked)]
-        self.up += sum(content_size(message) for message in good)
-        if not self.failed:  # in later stages others fail because of those
-            self.failed = set(asked) - {message.metadata.src_node_id for message in good}
-        return good
+        requests = {message.metadata.dst_node_id: message.content.config_records[RECORD_KEY_CONFIGS] for message in sent}
+        sound = [reply for reply in replies if isinstance(reply, Message) and not reply.has_error() and self._is_sound(reply, requests)]
+        self.up += sum(content_size(message) for message in sound)
+        if not self.failed:  # failures of later stages follow from these
+            self.failed = set(requests) - {message.metadata.src_node_id for message in sound}
+        return sound
 
-    def _in_form(self, message: Message, asked: Mapping[int, Any]) -> bool:
-        """Whether an answer is what its stage asks for: with another Flower would stumble, and nobody could say over whom."""
+    def _is_sound(self, message: Message, requests: Mapping[int, Any]) -> bool:
+        """Return whether a reply has the form of its stage. Flower would fail on any other, without naming the site."""
         site = message.metadata.src_node_id
         try:
             record: Any = message.content.config_records[RECORD_KEY_CONFIGS]
-            stage = asked[site][Key.STAGE]
+            stage = requests[site][Key.STAGE]
             if stage == Stage.SETUP:
                 keys = [load_pem_public_key(record[name]) for name in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
-                good = all(isinstance(key, EllipticCurvePublicKey) and key.curve.name == CURVE for key in keys)
-                return good and record[Key.PUBLIC_KEY_1] != record[Key.PUBLIC_KEY_2]  # else all the others would drop out
-            if stage == Stage.SHARE_KEYS:  # for each of the others, encrypted
-                return _for_each(record, Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, set(asked) - {site})
+                sound = all(isinstance(key, EllipticCurvePublicKey) and key.curve.name == CURVE for key in keys)
+                return sound and record[Key.PUBLIC_KEY_1] != record[Key.PUBLIC_KEY_2]  # equal keys make all other sites drop out
+            if stage == Stage.SHARE_KEYS:  # one encrypted share for each of the other sites
+                return _has_parts(record, Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, set(requests) - {site})
             if stage == Stage.UNMASK:
-                return _for_each(
-                    record, Key.NODE_ID_LIST, Key.SHARE_LIST, {*asked[site][Key.ACTIVE_NODE_ID_LIST], *asked[site][Key.DEAD_NODE_ID_LIST]}
-                )
-            said: Any = compat.recorddict_to_fitres(message.content, keep_input=True).num_examples
-            if type(said) is not int or said != self.samples[site]:
-                return False  # it has other data than it said, or lies
-            # numpy would stretch a column and a row into a matrix
-            return [_form(blob) for blob in record[Key.MASKED_PARAMETERS]] == [((1,), "<i8"), ((self.size,), "<i8")]
-        except Exception:  # there are as many ways to break a key or a header, which is a piece of Python
+                others = {*requests[site][Key.ACTIVE_NODE_ID_LIST], *requests[site][Key.DEAD_NODE_ID_LIST]}
+                return _has_parts(record, Key.NODE_ID_LIST, Key.SHARE_LIST, others)
+            samples: Any = compat.recorddict_to_fitres(message.content, keep_input=True).num_examples
+            if type(samples) is not int or samples != self.samples[site]:
+                return False  # not the data that the site reported
+            # exact shapes: numpy would broadcast a column and a row to a matrix
+            return [_npy_form(blob) for blob in record[Key.MASKED_PARAMETERS]] == [((1,), "<i8"), ((self.size,), "<i8")]
+        except Exception:  # keys and array headers can be malformed in many ways
             return False
 
 
-def _for_each(record: Any, names: str, parts: str, expected: set[int]) -> bool:
-    """Whether a record lists one part of bytes for each of the sites expected."""
-    same = len(record[names]) == len(record[parts]) == len(expected) and set(record[names]) == expected
-    return same and all(isinstance(part, bytes) and len(part) <= LONGEST for part in record[parts])
+def _has_parts(record: Any, names: str, parts: str, expected: set[int]) -> bool:
+    """Return whether a record lists one part of bytes for each expected site."""
+    matches = len(record[names]) == len(record[parts]) == len(expected) and set(record[names]) == expected
+    return matches and all(isinstance(part, bytes) and len(part) <= MAX_SHARE for part in record[parts])
 
 
-def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
-    """Shape and type that an array in numpy's format says it has."""
+def _npy_form(blob: bytes) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype from an array's header in numpy's file format."""
     file = io.BytesIO(blob)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError
@@ -129,18 +158,41 @@ def _form(blob: bytes) -> tuple[tuple[int, ...], str]:
     return shape, dtype.str
 
 
-def content_size(message: Message) -> int:
-    """Of its content, as it travels."""
-    return sum(
-        sum(len(array.data) for array in record.values()) if isinstance(record, ArrayRecord) else len(record.deflate())
-        for record in message.content.values()
-    )
+# --- one round -------------------------------------------------------------------------------------------------------
+
+
+class _Strategy:
+    """A Flower strategy for one round: sends the payloads and records the mean."""
+
+    def __init__(self, payloads: Mapping[int, Payload]) -> None:
+        self.payloads = payloads
+        self.mean: np.ndarray[Any, Any] | None = None
+        self.samples, self.loss, self.clients = 0, 0.0, 0
+
+    def configure_fit(self, round_: int, parameters: object, manager: object) -> list[tuple[Any, FitIns]]:
+        return [
+            (
+                SimpleNamespace(node_id=site, cid=str(site)),
+                FitIns(Parameters([payload.tensors], TENSOR_TYPE), {"facts": payload.metadata_json}),
+            )
+            for site, payload in sorted(self.payloads.items())
+        ]
+
+    def aggregate_fit(self, round_: int, results: Sequence[tuple[Any, FitRes]], failures: object) -> tuple[None, dict[str, Any]]:
+        """Record the mean, which every result carries. A site's other metrics must not stop the round: see `_secure_update` in server.py."""
+        self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
+        reports = {site.node_id: (result.num_examples, result.metrics.get("loss")) for site, result in results}
+        losses = [(n, float(loss)) for n, loss in reports.values() if isinstance(loss, int | float) and 0 <= loss <= MAX_LOSS and n > 0]
+        self.samples = max(1, sum(n for n, _ in reports.values()))
+        self.loss = sum(n * loss for n, loss in losses) / max(1, sum(n for n, _ in losses))
+        self.clients = sum(len(self.payloads[site].metadata["clients"]) for site in reports if site in self.payloads)
+        return None, {}
 
 
 def secure_mean(
-    grid: Counted,
+    grid: CountedGrid,
     context: Context,
-    parcels: Mapping[int, Parcel],
+    payloads: Mapping[int, Payload],
     round_: int,
     *,
     size: int,
@@ -148,10 +200,14 @@ def secure_mean(
     samples: Mapping[int, int],
     fraction: float,
     deadline: float,
-) -> Update | None:
-    """One update that stands for all: the mean by samples. `samples`: of each site. None: too few have answered."""
+) -> "Update | None":
+    """Return the mean of the sites' updates, weighted by `samples` per site, as one update; None if too few sites answered."""
+    import torch
+
+    from fedlens.engine.local_work import Update
+
     grid.size, grid.samples = size, samples
-    strategy = _Round(parcels)
+    strategy = _Strategy(payloads)
     legacy = LegacyContext(context, strategy=strategy)
     legacy.state = RecordDict()
     legacy.state["config"] = ConfigRecord({"current_round": round_ + 1})
@@ -165,7 +221,7 @@ def secure_mean(
     )
     try:
         workflow(grid, legacy)
-    except Exception as error:  # whatever a site can make Flower stumble over
+    except Exception as error:  # a site may send anything that Flower fails on
         log.warning("secure aggregation: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300])
     if strategy.mean is None:
         return None

@@ -1,11 +1,10 @@
-"""A site's work in one process that stays: data, model and what was compiled are there when the next message comes.
+"""The worker of a site: one long-lived process that holds data, model and compiled code in memory between messages.
 
-Flower starts a process for every message. That one calls `ask`, which hands the message to the site's worker over a socket and gives back what it
-answers. Where there is no worker, as in Flower's simulation, or where it ended on the way, the process does the work itself. The worker is a child
-of the SuperNode's process (`kept`), which starts it again if it ends. What a site has to remember stays with Flower: it is sent along with every
-message and what has changed comes back, so a new worker knows as much as the one before.
+Flower starts a process per message. That process calls `request`, which sends the message to the worker over a socket and returns its reply. Without a
+worker (in Flower's simulation, or after it died), the process does the work itself. `supervised_worker` runs the worker as a child of the SuperNode and
+restarts it when it ends. The state of a site stays with Flower: it travels with every message and its changes return, so a new worker loses nothing.
 
-Neither Flower nor, but in the worker, torch is imported here.
+This module imports neither Flower nor, outside the worker process, torch.
 """
 
 import gc
@@ -22,179 +21,181 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlens.deploy.tied import end_with_parent
-from fedlens.deploy.wire import Parcel, Place
+from fedlens.deploy.protocol import Payload, SiteOptions, State
 from fedlens.errors import first_line
 
-SITE = "FEDLENS_SITE"  # in the environment: the socket that the site's worker listens on
-MEAN = "mean"  # beside what a server may ask: `update` as one mean, for secure aggregation
-PATIENCE = 60.0  # seconds in which who asks has to send a message, or to take an answer, once begun
-PAUSE = 5.0  # seconds before a worker that could not start is tried again
-FAILED = 3  # the status of a worker whose work raised what nobody expected
-LONGEST = 90  # bytes of a temporary folder's path: a socket's may have about 108
-PART = 2**20  # bytes that are read at once
+SOCKET = "FEDLENS_SITE"  # environment variable: path of the worker's socket
+MEAN = "mean"  # the operation of secure aggregation: `update` as one mean
+SOCKET_TIMEOUT = 60.0  # seconds for the other process to send a message that it began, or to read a reply
+RESTART_PAUSE = 5.0  # seconds before another start of a worker that could not start
+EXIT_FAILED = 3  # exit status of a worker after an unexpected exception
+MAX_FOLDER = 90  # bytes of a temporary folder's path: socket paths are limited to about 108
+CHUNK = 2**20  # bytes per read
 LENGTH = struct.Struct(">Q")
-SLOW = 20.0  # seconds: a greeting that took longer may have come too late, and the next one is the same again
-STALE = 120.0  # seconds in which that next one comes
-Memory = MutableMapping[str, bytes]
-_late = -STALE  # when a slow greeting was answered, if that was the last message
+SLOW_HELLO = 20.0  # seconds: the reply to a slower hello may have missed the deadline, so the next hello repeats it
+HELLO_RETRY = 120.0  # seconds within which a hello counts as a repetition
+_slow_hello_at = -HELLO_RETRY  # when a slow hello was answered, if it was the latest message
 log = logging.getLogger("fedlens.worker")
 
 
-def do(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parcel:
-    """The work itself, in whichever process."""
-    from fedlens.deploy.node import answer, mean_update
-
-    return mean_update(asked, place, memory) if operation == MEAN else answer(operation, asked, place, memory)
+def end_with_parent(cleanup: Callable[[], object] = lambda: None) -> None:
+    """End this process, after `cleanup`, when its stdin closes: a pipe from the parent closes however the parent ends."""
+    threading.Thread(target=lambda: (sys.stdin.read(), cleanup(), os._exit(1)), daemon=True).start()
 
 
-# --- who asks --------------------------------------------------------------------------------------------------------
+def perform(operation: str, payload: Payload, options: SiteOptions, state: State) -> Payload:
+    """Do the work of one message in this process."""
+    from fedlens.deploy.site import answer, mean_update
+
+    return mean_update(payload, options, state) if operation == MEAN else answer(operation, payload, options, state)
 
 
-def ask(operation: str, asked: Parcel, place: Place, memory: Memory) -> Parcel:
-    """The answer of this site's worker, or of this process where there is none."""
-    if where := os.environ.get(SITE):
+# --- client side of the socket ---------------------------------------------------------------------------------------
+
+
+def request(operation: str, payload: Payload, options: SiteOptions, state: State) -> Payload:
+    """Return the reply of this site's worker; without a worker, do the work in this process."""
+    if path := os.environ.get(SOCKET):
         try:
-            return _asked(where, operation, asked, place, memory)
+            return _request_worker(path, operation, payload, options, state)
         except (OSError, EOFError) as error:
             log.warning("the site's worker is gone (%s): process %d answers %s", first_line(error), os.getpid(), operation)
-    return do(operation, asked, place, memory)
+    return perform(operation, payload, options, state)
 
 
-def _asked(where: str, operation: str, asked: Parcel, place: Place, memory: Memory) -> Parcel:
+def _request_worker(path: str, operation: str, payload: Payload, options: SiteOptions, state: State) -> Payload:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(where)
-        send(connection, {"operation": operation, "facts": asked.facts, "place": asdict(place)}, asked.tensors, memory)
-        head, tensors, changed = receive(connection)  # as long as it takes
-    memory.update(changed)
-    for name in head["forgotten"]:
-        del memory[name]
-    if head["failed"] is not None:
-        raise RuntimeError(head["failed"])
-    return Parcel(head["facts"], tensors)
+        connection.connect(path)
+        send(connection, {"operation": operation, "metadata": payload.metadata, "options": asdict(options)}, payload.tensors, state)
+        head, tensors, changed = receive(connection)  # without a timeout: training takes as long as it takes
+    state.update(changed)
+    for name in head["deleted"]:
+        del state[name]
+    if head["error"] is not None:
+        raise RuntimeError(head["error"])
+    return Payload(head["metadata"], tensors)
 
 
-# --- what crosses the socket: a head in JSON, tensors, named blobs; each with its length before it --------------------------
+# --- the format on the socket: JSON head, tensors, named blobs; each preceded by its length --------------------------
 
 
 def send(connection: socket.socket, head: Mapping[str, Any], tensors: bytes, blobs: Mapping[str, bytes]) -> None:
-    told = json.dumps({**head, "blobs": list(blobs)}).encode()
-    for part in (told, tensors, *blobs.values()):
+    """Write one message."""
+    for part in (json.dumps({**head, "blobs": list(blobs)}).encode(), tensors, *blobs.values()):
         connection.sendall(LENGTH.pack(len(part)))
         connection.sendall(part)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, dict[str, bytes]]:
-    """Head, tensors and blobs. EOFError: the other side has hung up."""
-    head = json.loads(_part(connection))
-    tensors = _part(connection)
-    return head, tensors, {str(name): _part(connection) for name in head["blobs"]}
+    """Read head, tensors and blobs of one message. EOFError: the other process closed the connection."""
+    head = json.loads(_read_part(connection))
+    tensors = _read_part(connection)
+    return head, tensors, {str(name): _read_part(connection) for name in head["blobs"]}
 
 
-def _part(connection: socket.socket) -> bytes:
-    (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return _exactly(connection, size)
+def _read_part(connection: socket.socket) -> bytes:
+    (size,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    return _read(connection, size)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = connection.recv(min(PART, size - len(found)))
-        if not part:
-            raise EOFError("it has hung up")
-        found += part
-    return bytes(found)
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(min(CHUNK, size - len(data)))
+        if not chunk:
+            raise EOFError("connection closed")
+        data += chunk
+    return bytes(data)
 
 
-# --- the worker ------------------------------------------------------------------------------------------------------
+# --- the worker process ----------------------------------------------------------------------------------------------
 
 
 def serve(listener: socket.socket) -> None:
-    """One message after another. Returns after work that raised what `answer` does not tell as a fact: a device that has failed stays failed, and a
-    process whose state nobody knows is not for the next message."""
+    """Answer messages one at a time. Return after an unexpected exception: a failed device stays failed, so a new process must take over."""
     while True:
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(PATIENCE)
-            if not _served(connection):
+            connection.settimeout(SOCKET_TIMEOUT)
+            if not _serve_one(connection):
                 return
-        _give_back()
+        _free_memory()
 
 
-def _served(connection: socket.socket) -> bool:
-    """Whether this process is fit for another message after this one."""
-    global _late
+def _serve_one(connection: socket.socket) -> bool:
+    """Answer one message; return False if this process must not answer another."""
+    global _slow_hello_at
     try:
-        told, tensors, given = receive(connection)
-        operation, asked = str(told["operation"]), Parcel(told["facts"], tensors)
-        place = Place(**{**told["place"], "overrides": tuple(told["place"]["overrides"])})
+        head, tensors, received = receive(connection)
+        operation, payload = str(head["operation"]), Payload(head["metadata"], tensors)
+        options = SiteOptions(**{**head["options"], "overrides": tuple(head["options"]["overrides"])})
     except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
-        log.warning("a message did not come to its end: %s", first_line(error))
+        log.warning("a message was incomplete: %s", first_line(error))
         return True
-    if operation == "hello" and time.monotonic() - _late > STALE:
-        from fedlens.deploy.node import forget
+    if operation == "hello" and time.monotonic() - _slow_hello_at > HELLO_RETRY:
+        from fedlens.deploy.site import clear_cache
 
-        forget()  # a run begins: what the site has on its disk may be other than in the run before, and two runs' data need not fit the device
-        _give_back()
-    began, memory, failed = time.monotonic(), dict(given), None
+        clear_cache()  # a new run: files may have changed on disk, and the device may not hold the data of two runs
+        _free_memory()
+    began, state, error_text = time.monotonic(), dict(received), None
     try:
-        reply = do(operation, asked, place, memory)
+        reply = perform(operation, payload, options, state)
         log.info("worker %d answered %s in %.1f s", os.getpid(), operation, time.monotonic() - began)
     except Exception as error:
         log.exception("worker %d: %s failed", os.getpid(), operation)
-        reply, failed = Parcel(), f"{type(error).__name__}: {first_line(error)}"
-    _late = time.monotonic() if operation == "hello" and time.monotonic() - began > SLOW else -STALE
-    changed = {name: value for name, value in memory.items() if given.get(name) != value}
-    head = {"facts": reply.facts, "failed": failed, "forgotten": sorted(given.keys() - memory.keys())}
-    with suppress(OSError):  # who asked is gone
+        reply, error_text = Payload(), f"{type(error).__name__}: {first_line(error)}"
+    _slow_hello_at = time.monotonic() if operation == "hello" and time.monotonic() - began > SLOW_HELLO else -HELLO_RETRY
+    changed = {name: value for name, value in state.items() if received.get(name) != value}
+    head = {"metadata": reply.metadata, "error": error_text, "deleted": sorted(received.keys() - state.keys())}
+    with suppress(OSError):  # the other process is gone
         send(connection, head, reply.tensors, changed)
-    return failed is None
+    return error_text is None
 
 
-def _give_back() -> None:
-    """Between messages the device's memory is the others'. What is left of a message holds on to itself in circles."""
+def _free_memory() -> None:
+    """Return the device's unused memory to other processes. A finished message leaves reference cycles, hence the collection."""
     import torch
 
     gc.collect()
-    torch.cuda.empty_cache()  # nothing where CUDA is not in use
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The worker: descriptor of the socket, and the folder to remove should the parent not be able to."""
+    """Run the worker. Arguments: file descriptor of the listening socket, and the folder to remove if the parent cannot."""
     descriptor, folder = arguments
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.set_inheritable(int(descriptor), False)
-    os.environ.pop(SITE, None)
+    os.environ.pop(SOCKET, None)
     ready = os.dup(1)
-    os.dup2(2, 1)  # what work prints is not for the keeper
+    os.dup2(2, 1)  # the supervisor reads stdout: whatever else the work prints goes to stderr
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     with socket.socket(fileno=int(descriptor)) as listener:
-        import fedlens.deploy.node  # noqa: F401 - what takes long, before anybody waits
+        import fedlens.deploy.site  # noqa: F401 - the slow imports, before the first message
 
-        gc.freeze()  # what was imported is never garbage: looking for some between messages passes over it
+        gc.freeze()  # imported modules are never garbage, so collections skip them
         os.write(ready, b"ready\n")
         serve(listener)
-    return FAILED
+    return EXIT_FAILED
 
 
-# --- who keeps it ----------------------------------------------------------------------------------------------------
+# --- the supervisor --------------------------------------------------------------------------------------------------
 
 
-class Keeper:
-    """Has a worker running. Connections wait at `listener`, which this process holds too, while one starts."""
+class WorkerSupervisor:
+    """A worker process that is restarted when it ends. This process holds the listening socket too, so connections wait during a restart."""
 
     def __init__(self, listener: socket.socket, folder: Path) -> None:
         self.listener, self.folder = listener, folder
-        self._closing, self._guard = threading.Event(), threading.Lock()  # of `process`: closed while another is started
+        self._closing, self._lock = threading.Event(), threading.Lock()  # the lock guards `process` against a restart during `close`
         self.process = self._start()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -202,7 +203,7 @@ class Keeper:
         command = [sys.executable, "-m", "fedlens.deploy.worker", str(descriptor), str(self.folder)]
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=[descriptor])
 
-    def _keep(self) -> None:
+    def _watch(self) -> None:
         while True:
             process = self.process
             assert process.stdin is not None and process.stdout is not None
@@ -212,33 +213,33 @@ class Keeper:
             process.stdout.close()
             if self._closing.is_set():
                 return
-            log.warning("the site's worker %d has ended (%d); another is started", process.pid, status)
+            log.warning("the site's worker %d ended (%d); starting another", process.pid, status)
             if not ready:
-                self._turn_away()
-            if not ready or status == -signal.SIGTERM:  # which comes to this process too when a site is stopped
-                self._closing.wait(PAUSE)
-            if not self._replaced():
+                self._refuse_waiting()
+            if not ready or status == -signal.SIGTERM:  # SIGTERM reaches this process too when a site is stopped
+                self._closing.wait(RESTART_PAUSE)
+            if not self._restart():
                 return
 
-    def _replaced(self) -> bool:
-        """Whether there is another process now; else none is wanted any more."""
+    def _restart(self) -> bool:
+        """Start another process; return False once the supervisor is closing."""
         while True:
-            with self._guard:
+            with self._lock:
                 if self._closing.is_set():
                     return False
-                with suppress(OSError):  # no memory for another process, say: there may be some later
+                with suppress(OSError):  # for example out of memory: a later attempt may succeed
                     self.process = self._start()
                     return True
-            self._turn_away()
-            self._closing.wait(PAUSE)
+            self._refuse_waiting()
+            self._closing.wait(RESTART_PAUSE)
 
-    def _turn_away(self) -> None:
-        """Who waits for a worker that cannot start has to do its work itself, and to say what is wrong."""
+    def _refuse_waiting(self) -> None:
+        """Close the waiting connections: those processes then do the work themselves and report the error."""
         while select.select([self.listener], [], [], 0)[0]:
             self.listener.accept()[0].close()
 
     def close(self) -> None:
-        with self._guard:
+        with self._lock:
             self._closing.set()
         assert self.process.stdin is not None
         with suppress(OSError):
@@ -251,24 +252,24 @@ class Keeper:
 
 
 @contextmanager
-def kept() -> Iterator[Keeper]:
-    """A worker for the processes that this one starts, theirs too; the environment tells them where."""
-    short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST
-    folder = Path(tempfile.mkdtemp(prefix="fedlens-", dir=None if short else "/tmp"))  # for this user alone
+def supervised_worker() -> Iterator[WorkerSupervisor]:
+    """Run a worker for this process and its descendants, which read the socket's path from the environment."""
+    short = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER
+    folder = Path(tempfile.mkdtemp(prefix="fedlens-", dir=None if short else "/tmp"))  # mkdtemp: only this user may enter
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "site"))
             listener.listen()
-            os.environ[SITE] = str(folder / "site")
-            keeper = Keeper(listener, folder)
+            os.environ[SOCKET] = str(folder / "site")
+            supervisor = WorkerSupervisor(listener, folder)
             try:
-                yield keeper
+                yield supervisor
             finally:
-                keeper.close()
+                supervisor.close()
     finally:
-        os.environ.pop(SITE, None)
+        os.environ.pop(SOCKET, None)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # at once: nothing waits for threads, or for a device, that may not come back
+    os._exit(main(sys.argv[1:]))  # at once: a hanging thread or device must not delay the exit

@@ -1,1 +1,1 @@
-"""Engines: interchangeable ways to execute a cohort's local steps. Same work in, same updates out."""
+"""Engines: interchangeable ways to run the local steps of a cohort. The same plan gives the same updates in each."""

@@ -1,6 +1,4 @@
-"""Which engine a run has."""
-
-import logging
+"""The choice of an engine for a run."""
 
 from torch import nn
 
@@ -8,30 +6,31 @@ from fedlens.config import Config
 from fedlens.engine.cohort import Cohort
 from fedlens.engine.local_work import Engine
 from fedlens.engine.sequential import Sequential
-from fedlens.errors import UserError
+from fedlens.engine.threaded import Threaded
+from fedlens.errors import UserError, bad_value
 from fedlens.lens.space import ParamSpace
 from fedlens.precision import Precision
-from fedlens.tasks.image import ImageBank, Pipeline
-
-log = logging.getLogger("fedlens")
+from fedlens.tasks import Samples, Task
 
 
 def choose_engine(
-    config: Config, model: nn.Module, space: ParamSpace, bank: ImageBank, pipeline: Pipeline, precision: Precision, width: int = 1
+    config: Config, model: nn.Module, space: ParamSpace, task: Task, samples: Samples, precision: Precision, width: int = 1
 ) -> Engine:
-    """GPU: the cohort engine wherever the model takes a client axis. CPU: the sequential one, which measured no slower and smaller.
+    """Return the configured engine. `auto` is threaded on a CPU; elsewhere cohort if the model takes a client axis, else sequential.
 
-    The choice is a rule and not a stopwatch at the start of a run: engines differ in the last bit, and a run's result must not
-    depend on a timing. `width`: the most clients that a round brings here.
+    The rule is fixed, not timed: engines differ in the last bit, and a result must not depend on a timing.
+    `width` is the largest number of clients per round in this process.
     """
-    wanted, stackable = config.federated.engine, getattr(model, "client_axis", False)
-    if wanted == "cohort" and not stackable:
-        raise UserError(
-            f"federated.engine: cohort needs a model with a client axis, {config.model.name} has none; allowed is auto | sequential"
-        )
+    name, stackable, cpu = config.federated.engine, getattr(model, "client_axis", False), precision.device.type == "cpu"
+    if name == "auto":
+        name = "threaded" if cpu else "cohort" if stackable else "sequential"
+    if name == "cohort" and not stackable:
+        raise bad_value("federated.engine", name, f"auto, sequential or threaded: {config.model.name} has no client axis")
+    if name == "threaded" and not cpu:
+        raise bad_value("federated.engine", name, f"auto, sequential or cohort on {precision.device}: threads train on a CPU")
     if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
-        raise UserError(f"model.name: {config.model.name} keeps batch statistics, which federated averaging does not define; use a ViT")
-    parts = (model, space, bank, pipeline, precision, config.train.compile)
-    if wanted == "cohort" or (wanted == "auto" and stackable and precision.device.type == "cuda"):
+        raise UserError(f"model.name must be a model without batch statistics, such as a ViT, got {config.model.name!r}.")
+    parts = (model, space, task, samples, precision, config.train.compile)
+    if name == "cohort":
         return Cohort(*parts, chunk=config.federated.chunk, width=width)
-    return Sequential(*parts)
+    return Threaded(*parts) if name == "threaded" else Sequential(*parts)

@@ -1,11 +1,11 @@
-"""A round's work, drawn before any engine sees it: who takes part, which batches, how augmented, how many steps.
+"""The plan of a round, drawn before an engine runs it: participating clients, their batches, augmentation and numbers of steps.
 
-Everything is keyed by (seed, purpose, round, client): the same in every engine, in any order of clients, after any interruption.
+All randomness is keyed by (seed, purpose, round, client), so a plan is the same for every engine, order of clients and resumed run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -15,16 +15,18 @@ from fedlens.data.partition import Index
 from fedlens.engine.sampling import batch_indices, local_steps
 from fedlens.optim.sgd import LocalRule
 from fedlens.seeding import torch_rng
-from fedlens.tasks.image import Augment, Draws
+from fedlens.tasks import Draws, select
+
+Offsets: TypeAlias = Callable[[int], Tensor]  # control variates: client -> vector [P] that it adds to each gradient
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a cohort does in a round; all tensors lead with the client axis."""
+    """Local training of a cohort in one round. All tensors lead with the client axis."""
 
     clients: tuple[int, ...]  # ascending
     index: Tensor  # [clients, steps, batch] positions in the training set
-    draws: Draws  # [clients, steps, batch]
+    draws: Draws  # each [clients, steps, batch, …]
     steps: Tensor  # [clients] local steps, fewer for stragglers
     samples: Tensor  # [clients] n_k
     keep: Tensor | None = None  # [clients, steps, batch, features] dropout masks
@@ -32,44 +34,41 @@ class Work:
     def __len__(self) -> int:
         return len(self.clients)
 
-    def part(self, where: slice) -> "Work":
+    def part(self, where: slice | Tensor) -> "Work":
+        """Return the plan of some of the clients."""
+        rows = torch.arange(len(self))[where]
         keep = None if self.keep is None else self.keep[where]
-        return Work(self.clients[where], self.index[where], self.draws[where], self.steps[where], self.samples[where], keep)
+        clients = tuple(self.clients[i] for i in rows.tolist())
+        return Work(clients, self.index[where], select(self.draws, where), self.steps[where], self.samples[where], keep)
 
     def widened(self, width: int) -> "Work":
-        """Filled up to `width` clients with copies of the last, whose results nobody reads."""
-        if len(self) >= width:
-            return self
-        rows = torch.arange(width).clamp(max=len(self) - 1)
-        keep = None if self.keep is None else self.keep[rows]
-        clients = tuple(self.clients[i] for i in rows.tolist())
-        return Work(clients, self.index[rows], self.draws.rows(rows), self.steps[rows], self.samples[rows], keep)
+        """Return the plan filled up to `width` clients with copies of the last, whose results are ignored."""
+        return self if len(self) >= width else self.part(torch.arange(width).clamp(max=len(self) - 1))
 
 
 @dataclass(frozen=True)
 class Update:
-    """What comes back from one client. Its vector is the engine's to use again once the next update is asked for."""
+    """The result of one client. `delta` is borrowed from the engine until the next update is requested; `owned()` copies it."""
 
     client: int
     samples: int
     steps: int
     delta: Tensor  # [P]
     loss: Tensor  # mean training loss over its steps
-    clients: int = 1  # that it stands for: under secure aggregation their mean is all that comes
+    clients: int = 1  # number of clients that it represents: under secure aggregation only their mean arrives
+
+    def owned(self) -> Self:
+        """Return the update with memory of its own."""
+        return replace(self, delta=self.delta.clone())
 
 
 class Engine(Protocol):
-    """How a cohort's local steps are executed: server state and work in, updates out, in client order."""
+    """A way to run local training: updates come back in the order of the clients."""
 
     name: str
 
-    def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: "Offsets | None" = None) -> Iterator[Update]: ...
-
-
-class Offsets(Protocol):
-    """Control variates: the vector that a client adds to each gradient."""
-
-    def __call__(self, client: int, /) -> Tensor: ...
+    def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
+        """Train every client of the plan from θ [P]. The model's own parameters are overwritten."""
 
 
 def plan_round(
@@ -80,17 +79,17 @@ def plan_round(
     *,
     steps: int,
     batch: int,
-    augment: Augment,
+    draw: Callable[[tuple[int, ...], torch.Generator], Draws],
     straggler_rate: float = 0.0,
     dropout: float = 0.0,
     features: int = 0,
 ) -> Work:
-    """The batches and augmentation of every client that takes part."""
+    """Return the plan of these clients; `draw` is the task's augmentation, `features` the width of the dropout masks."""
     index, draws, keep, counts, samples = [], [], [], [], []
     for client in cohort:
         shard = torch.from_numpy(np.ascontiguousarray(shards[client]))
         index.append(shard[batch_indices(len(shard), steps, batch, torch_rng(seed, "batches", round_, client))])
-        draws.append(augment.draw((steps, batch), torch_rng(seed, "augment", round_, client)))
+        draws.append(draw((steps, batch), torch_rng(seed, "augment", round_, client)))
         if dropout:
             rng = torch_rng(seed, "dropout", round_, client)
             keep.append((torch.rand(steps, batch, features, generator=rng) >= dropout).float() / (1 - dropout))
@@ -99,7 +98,7 @@ def plan_round(
     return Work(
         tuple(cohort),
         torch.stack(index),
-        Draws.stack(draws),
+        {name: torch.stack([each[name] for each in draws]) for name in draws[0]},
         torch.tensor(counts),
         torch.tensor(samples),
         torch.stack(keep) if keep else None,

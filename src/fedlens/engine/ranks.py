@@ -1,7 +1,7 @@
 """Several processes, one federation: `torchrun --nproc-per-node N -m fedlens run …`.
 
-Each rank trains a contiguous part of every cohort with its own engine; what the ranks know is then gathered and summed in
-rank order on every rank, so all of them hold the same server state and none has to send it.
+Each rank trains a contiguous part of every cohort with its own engine. Results are gathered and summed in rank order on every
+rank, so all ranks hold the same server state and none has to send it.
 """
 
 import os
@@ -17,7 +17,7 @@ from fedlens.lens.diagnostics import RoundSums
 
 
 class Ranks:
-    """The processes of this run; `Ranks()` outside torchrun is one process alone."""
+    """The processes of this run; `Ranks()` is a single process, outside torchrun."""
 
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.world, self.device = rank, world, device or torch.device("cpu")
@@ -36,7 +36,7 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until every rank is here: the others leave when the first has written the results."""
+        """Wait for every rank: the others must not exit before the first has written the results."""
         if self.world > 1:
             dist.barrier()
 
@@ -45,56 +45,56 @@ class Ranks:
             dist.destroy_process_group()
 
     def share(self, count: int) -> slice:
-        """This rank's contiguous part of `count` things."""
+        """Return this rank's contiguous part of `count` items."""
         size, extra = divmod(count, self.world)
         start = self.rank * size + min(self.rank, extra)
         return slice(start, start + size + (self.rank < extra))
 
-    def most(self, count: int) -> int:
-        """The largest part of `count` things that a rank has."""
+    def largest_share(self, count: int) -> int:
+        """Return the size of the largest rank's part of `count` items."""
         return -(-count // self.world)
 
     def part(self, work: Work) -> Work:
+        """Return the plan of this rank's clients."""
         return work if self.world == 1 else work.part(self.share(len(work)))
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank, in rank order; all of one shape."""
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in rank order; they have one shape."""
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(parts, tensor.contiguous())
         return parts
 
     def sum(self, values: Tensor) -> Tensor:
-        """Σ over ranks, in rank order."""
+        """Return the sum over ranks, in rank order."""
         if self.world == 1:
             return values
-        return torch.stack(self._gather(values)).sum(0)
+        return torch.stack(self._all_gather(values)).sum(0)
 
     def all_sums(self, mine: RoundSums, size: int) -> RoundSums:
-        """One exchange: the vectors and numbers of every rank's sums, added in rank order."""
+        """Return the sums of all ranks, added in rank order."""
         if self.world == 1:
             return mine
         zeros = torch.zeros(size, device=self.device)
         numbers = [f.name for f in fields(mine) if f.name not in ("total", "directions")]
-        vectors = torch.cat([zeros if v is None else v for v in (mine.total, mine.directions)])
-        vectors = self.sum(vectors)
+        vectors = self.sum(torch.cat([zeros if v is None else v for v in (mine.total, mine.directions)]))
         values = self.sum(torch.tensor([float(getattr(mine, n)) for n in numbers], dtype=torch.float64, device=self.device)).tolist()
-        known = dict(zip(numbers, values, strict=True))
-        known["count"], known["moved"] = int(known["count"]), int(known["moved"])
-        found = RoundSums(**known)
-        if found.count:
-            found.total, found.directions = vectors[:size].clone(), vectors[size:].clone()
-        return found
+        sums = dict(zip(numbers, values, strict=True))
+        sums["count"], sums["moved"] = int(sums["count"]), int(sums["moved"])
+        everyone = RoundSums(**sums)
+        if everyone.count:
+            everyone.total, everyone.directions = vectors[:size].clone(), vectors[size:].clone()
+        return everyone
 
-    def tell(self, what: Any) -> Any:
-        """The first rank's object, on every rank."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's object on every rank."""
         if self.world == 1:
-            return what
-        box = [what]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def joined(self, mine: list[Any]) -> list[Any]:
-        """Every rank's list of small things, in rank order."""
+    def gather(self, mine: list[Any]) -> list[Any]:
+        """Return the lists of all ranks, concatenated in rank order."""
         if self.world == 1:
             return mine
         parts: list[list[Any]] = [[] for _ in range(self.world)]
@@ -102,17 +102,15 @@ class Ranks:
         return [item for part in parts for item in part]
 
     def all_updates(self, mine: list[Update], size: int, longest: int) -> list[Update]:
-        """Every rank's updates, in client order. `longest`: the most that one rank can have."""
+        """Return the updates of all ranks, in client order. `longest` bounds the number per rank."""
         if self.world == 1:
             return mine
         rows = torch.zeros(longest, size, device=self.device)
-        notes = torch.full((longest, 4), -1.0, dtype=torch.float64, device=self.device)
         for i, u in enumerate(mine):
             rows[i] = u.delta
-            notes[i] = torch.tensor([u.client, u.samples, u.steps, float(u.loss)], dtype=torch.float64)
-        found: list[Update] = []
-        for part, note in zip(self._gather(rows), self._gather(notes), strict=True):
-            for row, (client, samples, steps, loss) in zip(part, note.tolist(), strict=True):
-                if client >= 0:
-                    found.append(Update(int(client), int(samples), int(steps), row, torch.tensor(loss)))
-        return found
+        facts = self.gather([[(u.client, u.samples, u.steps, float(u.loss)) for u in mine]])
+        return [
+            Update(client, samples, steps, row, torch.tensor(loss))
+            for part, numbers in zip(self._all_gather(rows), facts, strict=True)
+            for row, (client, samples, steps, loss) in zip(part, numbers, strict=False)
+        ]

@@ -1,4 +1,4 @@
-"""Who takes part in a round, and with which batches: pure functions of (seed, purpose, round, client)."""
+"""Participants and batches of a round: pure functions of (seed, purpose, round, client)."""
 
 import torch
 from torch import Tensor
@@ -8,29 +8,29 @@ from fedlens.seeding import numpy_rng
 
 
 def cohort_size(clients: int, participation: float) -> int:
-    """How many clients a round draws: a fraction of all, at least one."""
+    """Return how many clients a round samples: a fraction of all, at least one."""
     return max(1, round(participation * clients))
 
 
 def sample_cohort(seed: int, round_: int, clients: int, participation: float) -> list[int]:
-    """A round's clients, drawn without replacement, ascending."""
+    """Return the clients sampled for a round, without replacement, ascending."""
     count = cohort_size(clients, participation)
     return sorted(int(c) for c in numpy_rng(seed, "cohort", round_).choice(clients, size=count, replace=False))
 
 
 def training_cohort(config: Config, round_: int) -> list[int]:
-    """Of a round's cohort those that train."""
+    """Return the sampled clients that train: neither excluded nor idle."""
     fed = config.federated
     return [c for c in sample_cohort(config.seed, round_, fed.clients, fed.participation) if fed.trains(c)]
 
 
 def survives(seed: int, round_: int, client: int, dropout_rate: float) -> bool:
-    """Whether a sampled client answers in this round."""
+    """Return whether a sampled client answers in this round."""
     return dropout_rate == 0 or numpy_rng(seed, "client-dropout", round_, client).random() >= dropout_rate
 
 
 def local_steps(seed: int, round_: int, client: int, steps: int, straggler_rate: float) -> int:
-    """J, or for a straggler a uniform number of steps below it."""
+    """Return `steps`, or for a straggler a uniform number below it."""
     if straggler_rate == 0 or steps == 1:
         return steps
     rng = numpy_rng(seed, "straggler", round_, client)
@@ -38,6 +38,6 @@ def local_steps(seed: int, round_: int, client: int, steps: int, straggler_rate:
 
 
 def batch_indices(samples: int, steps: int, batch: int, rng: torch.Generator) -> Tensor:
-    """[steps, batch] positions: one shuffled pass over the samples, wrapping round when it ends."""
+    """Return positions [steps, batch]: one shuffled pass over the samples, repeated when it ends."""
     order = torch.randperm(samples, generator=rng)
     return order[torch.arange(steps * batch) % samples].view(steps, batch)

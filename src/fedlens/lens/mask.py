@@ -1,12 +1,13 @@
-"""The mask itself: one bit a coordinate of a model, its algebra, its file, and where in the network its active coordinates lie."""
+"""Masks: one bit per coordinate of a model, their algebra, their file, and where in the network the active coordinates lie."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
-from fedlens.lens.space import ParamSpace
+from fedlens.lens.space import ParamSpace, misfits
 
-BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)  # of a byte, the first coordinate highest
-PAUSED = "_paused_by_a_mask"  # on a parameter that a mask, not the user, has frozen: the next mask may choose it again
-KINDS = {  # of weights, by the end of their module's path: DINO's names, timm's and Hugging Face's
+BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)  # the first coordinate is the highest bit of a byte
+PAUSED = "_paused_by_a_mask"  # marks a parameter frozen by a mask, not by the user: the next mask may choose it again
+KINDS = {  # kind of weight -> end of the module's path, in DINO's, timm's and Hugging Face's names
     "query": r"(query|q_proj)$",
     "key": r"(key|k_proj)$",
     "value": r"(value|v_proj)$",
@@ -34,17 +35,25 @@ LAYERS = {
     r"embed|cls_token": "embed",
     r"^(backbone\.)?(norm|layernorm|ln)[^.]*\.": "final norm",
 }
+Rows = slice | tuple[()]  # () selects all rows
+K = TypeVar("K", bound=Hashable)
+
+
+class MaskLike(Protocol):
+    """An object that returns its masks by parameter name, as Mask does."""
+
+    def as_dict(self) -> Mapping[str, Tensor]: ...
 
 
 class Mask:
-    """One bool a coordinate of a model, `vector` [P], and which coordinates were eligible, `eligible` [P]; on the CPU."""
+    """One bool per coordinate of a model, `vector` [P], and which coordinates were eligible, `eligible` [P]; on the CPU."""
 
     def __init__(self, masks: Mapping[str, Tensor], eligible: Mapping[str, Tensor] | None = None) -> None:
         self.space = ParamSpace({name: mask.shape for name, mask in masks.items()})
         self.vector = _flat(self.space, masks)
         self.eligible = torch.ones_like(self.vector) if eligible is None else _flat(self.space, eligible)
         if bool((self.vector & ~self.eligible).any()):
-            raise UserError("mask: a coordinate is active that is not eligible")
+            raise UserError("mask: an active coordinate is not eligible.")
 
     @property
     def names(self) -> list[str]:
@@ -69,28 +78,28 @@ class Mask:
 
     @property
     def bitmap_bytes(self) -> int:
-        """What the mask costs on the wire, one bit a coordinate."""
+        """Bytes to send the mask at one bit per coordinate."""
         return -(-self.size // 8)
 
     def as_dict(self) -> dict[str, Tensor]:
-        """name -> bool tensor like the parameter; views of `vector`."""
+        """Return name -> bool tensor like the parameter; views of `vector`."""
         return self.space.views(self.vector)
 
-    def _other(self, other: "Mask") -> tuple[Tensor, Tensor]:
-        """The other's vectors in this mask's order."""
+    def _aligned(self, other: "Mask") -> tuple[Tensor, Tensor]:
+        """Return the other mask's `vector` and `eligible` in this mask's order."""
         if self.space.shapes != other.space.shapes:
-            raise UserError("mask: the two masks are of different models: their names or shapes differ")
+            raise UserError("mask: the two masks belong to different models: their names or shapes differ.")
         return self.space.flatten(other.as_dict()), self.space.flatten(other.space.views(other.eligible))
 
     def _with(self, vector: Tensor, eligible: Tensor) -> "Mask":
         return Mask(self.space.views(vector), self.space.views(eligible))
 
     def __and__(self, other: "Mask") -> "Mask":
-        vector, eligible = self._other(other)
+        vector, eligible = self._aligned(other)
         return self._with(self.vector & vector, self.eligible | eligible)
 
     def __or__(self, other: "Mask") -> "Mask":
-        vector, eligible = self._other(other)
+        vector, eligible = self._aligned(other)
         return self._with(self.vector | vector, self.eligible | eligible)
 
     def __invert__(self) -> "Mask":
@@ -99,7 +108,7 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask) or self.space.shapes != other.space.shapes:
             return False
-        vector, eligible = self._other(other)
+        vector, eligible = self._aligned(other)
         return torch.equal(self.vector, vector) and torch.equal(self.eligible, eligible)
 
     __hash__ = None  # type: ignore[assignment]
@@ -110,84 +119,79 @@ class Mask:
         )
 
     def iou(self, other: "Mask") -> float:
-        """Intersection over union of what is active; of two empty masks 1."""
-        vector, _ = self._other(other)
+        """Return intersection over union of the active coordinates; 1 for two empty masks."""
+        vector, _ = self._aligned(other)
         union = int((self.vector | vector).sum())
         return int((self.vector & vector).sum()) / union if union else 1.0
 
+    def _count(self, groups: Callable[[str, tuple[int, ...]], Mapping[K, Rows]]) -> dict[K, tuple[int, int]]:
+        """Return group -> (active, eligible); `groups` maps a tensor's name and shape to the rows of each group."""
+        masks, eligible, counts = self.as_dict(), self.space.views(self.eligible), dict[K, tuple[int, int]]()
+        for name, shape in self.space.shapes.items():
+            for group, rows in groups(name, shape).items():
+                active, total = counts.get(group, (0, 0))
+                counts[group] = active + int(masks[name][rows].sum()), total + int(eligible[name][rows].sum())
+        return counts
+
     def per_tensor(self) -> dict[str, tuple[int, int]]:
-        """name -> (active, eligible)."""
-        allowed = self.space.views(self.eligible)
-        return {name: (int(mask.sum()), int(allowed[name].sum())) for name, mask in self.as_dict().items()}
+        """Return name -> (active, eligible)."""
+        return self._count(lambda name, _: {name: ()})
 
     def composition(self) -> dict[str, dict[str, float]]:
-        """Kind of weight -> active, eligible, and its share of all that is active."""
-        table: dict[str, dict[str, float]] = {kind: {"active": 0, "eligible": 0, "share": 0} for kind in KINDS}
-        masks, allowed, total = self.as_dict(), self.space.views(self.eligible), max(1, self.active)
-        for name in self.names:
-            for kind, rows in parts(name, self.space.shapes[name]).items():
-                table[kind]["active"] += int(masks[name][rows].sum())
-                table[kind]["eligible"] += int(allowed[name][rows].sum())
-        for row in table.values():
-            row["share"] = row["active"] / total
-        return table
+        """Return kind of weight -> active and eligible coordinates, and its share of all active ones."""
+        total, counts = max(1, self.active), dict.fromkeys(KINDS, (0, 0)) | self._count(parts)
+        return {kind: {"active": active, "eligible": eligible, "share": active / total} for kind, (active, eligible) in counts.items()}
 
     def by_layer(self) -> list[tuple[str, int, int]]:
-        """(label, active, eligible) from the input to the output: embed, block 0, block 1, …, final norm, other."""
-        found: dict[tuple[int, int, str], list[int]] = {}
-        for name, (active, allowed) in self.per_tensor().items():
-            row = found.setdefault(_layer(name), [0, 0])
-            row[0], row[1] = row[0] + active, row[1] + allowed
-        return [(place[2], active, allowed) for place, (active, allowed) in sorted(found.items())]
+        """Return (label, active, eligible) from input to output: embed, block 0, block 1, …, final norm, other."""
+        counts = self._count(lambda name, _: {_layer(name): ()})
+        return [(layer[2], active, eligible) for layer, (active, eligible) in sorted(counts.items())]
 
     def freeze(self, model: nn.Module) -> None:
-        """No gradient for a tensor without active coordinates. A parameter that the mask does not name is an error, never trained."""
+        """Freeze every tensor without active coordinates. The mask must name exactly the model's parameters."""
         params = dict(model.named_parameters())
-        problems = [f"{name} is not named" for name in params if name not in self.space.shapes]
-        problems += [f"{name} is no parameter" for name in self.names if name not in params]
-        problems += [
-            f"{n} is {list(s)}, needs {list(params[n].shape)}" for n, s in self.space.shapes.items() if n in params and params[n].shape != s
-        ]
-        if problems:
-            raise UserError(f"mask: does not fit the model: {'; '.join(problems[:8])}")
+        if problems := misfits({name: param.shape for name, param in params.items()}, self.as_dict()):
+            raise UserError(f"mask: does not fit the model: {'; '.join(problems[:8])}.")
         for name, mask in self.as_dict().items():
             if not bool(mask.any()):
                 params[name].requires_grad_(False)
                 setattr(params[name], PAUSED, True)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file, 8 coordinates a byte, written whole or not at all."""
+        """Write one safetensors file, 8 coordinates per byte, atomically."""
         path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         tensors = {"mask": pack_bits(self.vector), "eligible": pack_bits(self.eligible)}
         shapes = list(self.space.shapes.items())
-        head = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
+        metadata = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part, {"fedlens.mask": json.dumps(head)})
+            save_file(tensors, part, {"fedlens.mask": json.dumps(metadata)})
             os.replace(part, path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-            raise UserError(f"mask: {path} cannot be written ({first_line(error)[:120]})") from None
+            raise UserError(f"mask: {path} cannot be written ({first_line(error)[:120]}).") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Mask":
+        """Read a file that `save` wrote; a damaged one is an error."""
         try:
             with safe_open(path, "pt") as file:
-                head = json.loads((file.metadata() or {})["fedlens.mask"])
+                metadata = json.loads((file.metadata() or {})["fedlens.mask"])
                 tensors = {name: file.get_tensor(name) for name in ("mask", "eligible")}
-            space = ParamSpace(dict(head["shapes"]))
-            if head["sha256"] != _digest(head["shapes"], tensors) or any(bits.shape != (-(-space.size // 8),) for bits in tensors.values()):
-                raise ValueError("its content is not what was written")
+            space = ParamSpace(dict(metadata["shapes"]))
+            sizes_fit = all(bits.shape == (-(-space.size // 8),) for bits in tensors.values())
+            if not sizes_fit or metadata["sha256"] != _digest(metadata["shapes"], tensors):
+                raise ValueError("its content differs from what was written")
             return cls(*(space.views(unpack_bits(tensors[name], space.size)) for name in ("mask", "eligible")))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"mask: {path} cannot be read as a mask ({first_line(error)[:120]})") from None
+            raise UserError(f"mask: {path} cannot be read as a mask ({first_line(error)[:120]}).") from None
 
 
 def _flat(space: ParamSpace, masks: Mapping[str, Tensor]) -> Tensor:
     if not masks or {name: tuple(mask.shape) for name, mask in masks.items()} != space.shapes:
-        raise UserError("mask: it names no tensor, or what is eligible has other names or shapes")
+        raise UserError("mask: it names no tensor, or `eligible` has other names or shapes.")
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
             raise bad_value(f"mask of {name}", str(mask.dtype), "torch.bool")
@@ -195,13 +199,13 @@ def _flat(space: ParamSpace, masks: Mapping[str, Tensor]) -> Tensor:
 
 
 def pack_bits(vector: Tensor) -> Tensor:
-    """[P] bool -> [⌈P/8⌉] uint8, the first coordinate in the highest bit."""
+    """Return [⌈P/8⌉] uint8 of [P] bool, the first coordinate in the highest bit."""
     bits = torch.cat([vector, vector.new_zeros(-len(vector) % 8)]).view(-1, 8)
     return (bits * BITS).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """The reverse of pack_bits."""
+    """Return [size] bool of packed bits, the inverse of pack_bits."""
     return ((packed[:, None] & BITS) != 0).flatten()[:size]
 
 
@@ -210,10 +214,10 @@ def _digest(shapes: list[tuple[str, tuple[int, ...]]], tensors: Mapping[str, Ten
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
-def parts(name: str, shape: tuple[int, ...]) -> dict[str, slice | tuple[()]]:
-    """Kind of weight -> which rows of the tensor: an attention's qkv is three kinds, everything else is one."""
+def parts(name: str, shape: tuple[int, ...]) -> dict[str, Rows]:
+    """Return kind of weight -> rows of the tensor: three kinds for an attention's qkv, one for everything else."""
     path, rows = name.rpartition(".")[0], shape[0] if shape else 1
-    if own := re.search(r"(q|k|v)_proj_weight$", name):  # of torch's attention, as is in_proj
+    if own := re.search(r"(q|k|v)_proj_weight$", name):  # torch's attention, like in_proj below
         path = own[0].removesuffix("_weight")
     if (path.endswith("qkv") or re.search(r"in_proj_(weight|bias)$", name)) and rows % 3 == 0:
         return {kind: slice(i * rows // 3, (i + 1) * rows // 3) for i, kind in enumerate(("query", "key", "value"))}
@@ -221,8 +225,8 @@ def parts(name: str, shape: tuple[int, ...]) -> dict[str, slice | tuple[()]]:
 
 
 def _layer(name: str) -> tuple[int, int, str]:
-    """(its place from input to output, the number of the block, its label)."""
+    """Return (position from input to output, block number, label)."""
     for pattern, label in LAYERS.items():
-        if found := re.search(pattern, name):
-            return (1, int(found[1]), f"block {found[1]}") if label == "block" else (0 if label == "embed" else 2, 0, label)
+        if match := re.search(pattern, name):
+            return (1, int(match[1]), f"block {match[1]}") if label == "block" else (0 if label == "embed" else 2, 0, label)
     return 3, 0, "other"

@@ -1,6 +1,6 @@
 """The closed-form head: ridge regression from sums that add over clients (Fed3R, Fanì et al. 2024).
 
-A = Σ ZᵀZ and b = Σ ZᵀY are all the server needs, so the federated head is the centralised one whatever the split.
+The server needs only A = Σ ZᵀZ and b = Σ ZᵀY, so the federated head equals the centralised one for any split.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fedlens.errors import UserError, bad_value
 
-LAMBDAS = tuple(10.0**k for k in range(-4, 7))  # wide: the scale of features differs by backbone
+LAMBDAS = tuple(10.0**k for k in range(-4, 7))  # a wide range, since the scale of features differs between backbones
 
 
 def ridge_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """(A [dim+1, dim+1], b [dim+1, classes]) in float64, bias column last; sums over samples, so clients' results add."""
+    """Return (A [dim+1, dim+1], b [dim+1, classes]) in float64, bias column last; the results of clients add up."""
     if features.ndim != 2 or len(features) != len(labels):
-        raise UserError(f"ridge_statistics: features of shape {tuple(features.shape)} for {len(labels)} labels, allowed is [samples, dim]")
+        raise UserError(f"ridge_statistics: features must be [samples, dim], got {tuple(features.shape)} for {len(labels)} labels.")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise bad_value("ridge_statistics: labels", f"{int(labels.min())} to {int(labels.max())}", f"0 to {num_classes - 1}")
     z = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64, device=features.device)], dim=1)
@@ -26,20 +26,20 @@ def ridge_statistics(features: Tensor, labels: Tensor, num_classes: int) -> tupl
 
 
 def ridge_head(A: Tensor, b: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """W = (A + λI)⁻¹ b as (weight [classes, dim], bias [classes]), float64."""
+    """Return (A + λI)⁻¹ b as (weight [classes, dim], bias [classes]) in float64."""
     if not lam > 0:
         raise bad_value("lam", lam, "> 0")
     system = A + lam * torch.eye(len(A), dtype=A.dtype, device=A.device)
     factor, failed = torch.linalg.cholesky_ex(system)
     if int(failed):
-        raise UserError(f"ridge_head: A + {lam:g}·I is not positive definite; A is not finite, not a sum of squares, or wants a larger lam")
+        raise UserError(f"ridge_head: A + {lam:g}·I is not positive definite; A must be finite and a sum of squares, or lam larger.")
     solution = torch.cholesky_solve(b, factor)
     return solution[:-1].T.contiguous(), solution[-1].contiguous()
 
 
 @dataclass(frozen=True)
 class RidgeChoice:
-    """A head and how validation chose it. The temperature is already multiplied into weight and bias."""
+    """A ridge head and its hyperparameters. Weight and bias are already divided by the temperature."""
 
     weight: Tensor
     bias: Tensor
@@ -49,24 +49,23 @@ class RidgeChoice:
 
 
 def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor, lambdas: tuple[float, ...] = LAMBDAS) -> RidgeChoice:
-    """λ by validation accuracy, then the temperature that minimises validation cross-entropy.
+    """Choose λ by validation accuracy, then the temperature that minimises validation cross-entropy.
 
-    Raw ridge logits approximate one-hot targets, so softmax of them is nearly flat: without a temperature the
-    cross-entropy of a good head looks like that of a guess, and fine-tuning starts by rescaling the whole network.
+    Ridge logits approximate one-hot targets, so their softmax is nearly flat. A temperature keeps fine-tuning from rescaling the network.
     """
     if not len(labels):
-        raise UserError("head: ridge chooses its lambda on validation samples, and there are none")
+        raise UserError("head: ridge chooses its lambda on validation samples, and there are none: set data.val_fraction > 0.")
     features, labels = features.double(), labels.long()
-    best: tuple[float, float, Tensor, Tensor] | None = None
-    for lam in sorted(lambdas, reverse=True):  # of equally good ones the largest: the smallest weights, the gentlest gradients
-        weight, bias = ridge_head(A, b, lam)
-        accuracy = float((F.linear(features, weight, bias).argmax(1) == labels).double().mean())
-        if best is None or accuracy > best[0]:
-            best = (accuracy, lam, weight, bias)
-    assert best is not None
-    accuracy, lam, weight, bias = best
+
+    def accuracy_of(head: tuple[Tensor, Tensor]) -> float:
+        return float((F.linear(features, *head).argmax(1) == labels).double().mean())
+
+    heads = ((lam, ridge_head(A, b, lam)) for lam in sorted(lambdas, reverse=True))
+    accuracy, lam, (weight, bias) = max(
+        ((accuracy_of(head), lam, head) for lam, head in heads), key=lambda entry: entry[0]
+    )  # ties: largest λ
     logits = F.linear(features, weight, bias)
-    # cross-entropy is convex in the inverse temperature: ternary search on its logarithm
+    # Cross-entropy is convex in the inverse temperature, so ternary search on its logarithm finds the minimum.
     low, high = 0.0, 3.0  # log10 of the multiplier
     for _ in range(40):
         third = (high - low) / 3

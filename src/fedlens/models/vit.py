@@ -1,8 +1,7 @@
 """A Vision Transformer with the parameter names of DINO's public checkpoint (Caron et al. 2021), and DINOv2's LayerScale.
 
-Every layer accepts its parameters with or without a leading client axis, each parameter on its own account. So one model
-code serves a single network, a whole cohort of clients (`torch.func.functional_call` with stacked parameters and images
-[clients, batch, channels, height, width]), and a cohort that shares what it does not train.
+Each parameter may have a leading client axis, independently of the others: the same code runs a single network, a cohort
+(`torch.func.functional_call` with stacked parameters and images [clients, batch, channels, height, width]), or one with shared frozen ones.
 """
 
 from dataclasses import dataclass
@@ -14,35 +13,33 @@ from torch import Tensor, nn
 from fedlens.errors import UserError
 from fedlens.seeding import torch_rng
 
-SHORT = 256  # tokens, whose square is written out on a CPU: 224 px have 197
-HALF_RESIDUAL = True  # under autocast the residual stream has autocast's type, not float32: half the memory traffic
+SHORT = 256  # tokens; up to this many, explicit attention in bf16 on CPU is faster than SDPA (224 px have 197)
+HALF_RESIDUAL = True  # under autocast the residual stream has autocast's dtype, not float32: half the memory traffic
 
 
 @dataclass(frozen=True)
 class ViTShape:
-    """What distinguishes one plain ViT from another."""
+    """The dimensions of a plain ViT."""
 
     patch: int
     dim: int
     depth: int
     heads: int
-    image_size: int  # the size the published positions were made for
+    image_size: int  # pixels; the size of the published positions
     layer_scale: bool = False
 
 
 def per_client(param: Tensor, ndim: int, like: Tensor) -> Tensor:
-    """A parameter of `ndim` own axes, shaped to broadcast over `like` [(clients,) …, *own axes]."""
+    """Return a parameter of `ndim` own axes, shaped to broadcast over `like` [(clients,) …, *own axes]."""
     if param.ndim == ndim:
         return param
-    clients, own = param.shape[0], param.shape[1:]
-    return param.view(clients, *(1,) * (like.ndim - 1 - ndim), *own)
+    return param.view(param.shape[0], *(1,) * (like.ndim - 1 - ndim), *param.shape[1:])
 
 
 class AddBias(torch.autograd.Function):
-    """rows + bias for every client, whose bias gradient is a matrix product.
+    """The sum rows + bias per client, with the bias gradient as a matrix product.
 
-    As a sum it would be fused into the backward pass of what follows, GELU for one, and that kernel then took three times as
-    long on a GPU. (`baddbmm` writes the bias out first: a seventh of a round.)
+    A plain sum is fused into the next layer's backward pass, which triples that kernel's time on a GPU; `baddbmm` materialises the bias.
     """
 
     @staticmethod
@@ -51,24 +48,23 @@ class AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:
-        ones = grad.new_ones(1, 1, 1).expand(len(grad), 16, grad.shape[1])  # 16: the least that tensor cores multiply
+        ones = grad.new_ones(1, 1, 1).expand(len(grad), 16, grad.shape[1])  # 16 rows: the minimum for tensor cores
         return grad, torch.bmm(ones, grad)[:, 0]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x Wᵀ + b, [(clients,) …, in] -> [(clients,) …, out]; with a client axis on W, one batched product over the clients."""
+    """Return x Wᵀ + b, [(clients,) …, in] -> [(clients,) …, out]; a client axis on W makes it one batched product."""
     if weight.ndim == 2:
         if bias.ndim == 1:
             return F.linear(x, weight, bias)
         out = F.linear(x, weight)
         return out + per_client(bias.to(out.dtype), 1, out)
     rows = torch.bmm(x.reshape(x.shape[0], -1, x.shape[-1]), weight.mT)  # [clients, rows, out]
+    bias = bias.to(rows.dtype)
     if bias.ndim == 1:
-        rows = rows + bias.to(rows.dtype)
-    elif rows.is_cuda:
-        rows = AddBias.apply(rows, bias.to(rows.dtype))  # type: ignore[no-untyped-call]
+        rows = rows + bias
     else:
-        rows = rows + bias.to(rows.dtype).unsqueeze(1)
+        rows = AddBias.apply(rows, bias) if rows.is_cuda else rows + bias.unsqueeze(1)  # type: ignore[no-untyped-call]
     return rows.view(*x.shape[:-1], weight.shape[-2])
 
 
@@ -95,7 +91,7 @@ class LayerScale(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """The strided convolution of the paper, as patches times a matrix: that takes a client axis."""
+    """The strided convolution of the paper, computed as patches times a matrix, which allows a client axis."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
@@ -104,11 +100,11 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:  # [(clients,) batch, 3, H, W] -> [(clients,) batch, patches, dim]
         *lead, channels, height, width = images.shape
-        if channels == 1:  # grey images are shown to all three channels
+        if channels == 1:  # repeat grey images in all three channels
             images, channels = images.expand(*lead, 3, height, width), 3
         p = self.patch
         if channels != 3 or height % p or width % p:
-            raise UserError(f"model: images of shape {channels}x{height}x{width} given, allowed is 1 or 3 channels, sides divisible by {p}")
+            raise UserError(f"model: images must have 1 or 3 channels and sides divisible by {p}, got {channels}x{height}x{width}.")
         patches = images.reshape(*lead, channels, height // p, p, width // p, p)
         patches = patches.movedim((-4, -2), (-5, -4)).reshape(*lead, (height // p) * (width // p), channels * p * p)
         assert self.proj.bias is not None
@@ -116,8 +112,8 @@ class PatchEmbed(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v, [images, heads, tokens, d]."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[-2] <= SHORT:  # torch's own takes three to six times as long here
+    """Return softmax(q kᵀ / √d) v, all [images, heads, tokens, d]."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[-2] <= SHORT:  # three to six times as fast as SDPA
         return torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -132,12 +128,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cls_only: bool = False) -> Tensor:
         *lead, _, dim = x.shape
         weight, bias, head = self.qkv.weight, self.qkv.bias, dim // self.heads
-        if cls_only:  # the class token asks, all tokens answer
+        if cls_only:  # the query of the class token, keys and values of all tokens
             parts = zip((x[..., :1, :], x, x), torch.split(weight, dim, -2), torch.split(bias, dim, -1), strict=True)
-            q, k, v = (linear(of, w, b) for of, w, b in parts)
+            q, k, v = (linear(source, w, b) for source, w, b in parts)
         else:
             q, k, v = self.qkv(x).split(dim, dim=-1)
-        # below, clients and images stand side by side: [clients·batch, heads, tokens, head]
+        # Clients and images share an axis in attention: [clients·batch, heads, tokens, head].
         q, k, v = (t.reshape(-1, t.shape[-2], self.heads, head).transpose(1, 2) for t in (q, k, v))
         mixed = attend(q, k, v).transpose(1, 2)
         out: Tensor = self.proj(mixed.reshape(*lead, mixed.shape[1], dim))
@@ -166,14 +162,14 @@ class Block(nn.Module):
         self.ls2 = LayerScale(shape.dim) if shape.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, cls_only: bool = False) -> Tensor:
-        """`cls_only`: the class token's row of the result and nothing else, at a sixth of the cost."""
+        """Return the block's output; with `cls_only` its row for the class token, at a sixth of the cost."""
         x = (x[..., :1, :] if cls_only else x) + self.ls1(self.attn(self.norm1(x), cls_only))
-        x = x + self.ls2(self.mlp(self.norm2(x)))
-        return x
+        out: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return out
 
 
 def resize_positions(pos: Tensor, rows: int, cols: int) -> Tensor:
-    """Bicubic, as DINO does it: a scale factor with 0.1 added to the grid, so that rounding never loses a row."""
+    """Resample positions bicubically as DINO does, with 0.1 added to the grid so that rounding never loses a row."""
     side = int((pos.shape[-2] - 1) ** 0.5)
     if (rows, cols) == (side, side):
         return pos
@@ -186,10 +182,10 @@ def resize_positions(pos: Tensor, rows: int, cols: int) -> Tensor:
 
 
 class ViT(nn.Module):
-    """images [(clients,) batch, 3, H, W], normalised -> logits [(clients,) batch, classes]."""
+    """A plain ViT: normalised images [(clients,) batch, 3, H, W] -> logits [(clients,) batch, classes]."""
 
-    client_axis = True  # any of the parameters may have one
-    fitted_head = False  # whether a checkpoint has brought one
+    client_axis = True  # parameters may have a leading client axis
+    fitted_head = False  # True after loading a checkpoint that has a head
 
     def __init__(self, shape: ViTShape, num_classes: int, *, image_size: int | None = None, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -205,11 +201,11 @@ class ViT(nn.Module):
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
-        """DINO's initialisation, drawn from a generator of our own."""
+        """Initialise as DINO does, from a keyed generator."""
         rng = torch_rng(seed, "init")
         for name, param in self.named_parameters():
             if name == "patch_embed.proj.weight":
-                bound = (param[0].numel()) ** -0.5
+                bound = param[0].numel() ** -0.5
                 nn.init.uniform_(param, -bound, bound, generator=rng)
             elif name in ("cls_token", "pos_embed") or param.ndim == 2:
                 nn.init.trunc_normal_(param, std=0.02, generator=rng)
@@ -219,22 +215,21 @@ class ViT(nn.Module):
                 nn.init.zeros_(param)
 
     def features(self, images: Tensor) -> Tensor:
-        """The class token after the last norm: [(clients,) batch, dim]."""
-        x = self.patch_embed(images)
-        p = self.shape.patch
+        """Return the class token after the last norm, [(clients,) batch, dim]."""
+        x, p = self.patch_embed(images), self.shape.patch
         pos = resize_positions(self.pos_embed, images.shape[-2] // p, images.shape[-1] // p)
         cls = self.cls_token.expand(*x.shape[:-2], 1, x.shape[-1])
         x = torch.cat([cls, x], dim=-2) + pos
-        if HALF_RESIDUAL and torch.is_autocast_enabled(x.device.type):  # positions are float32 and would carry the whole stream with them
+        if HALF_RESIDUAL and torch.is_autocast_enabled(x.device.type):  # else float32 positions promote the stream
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks[:-1]:
             x = block(x)
-        x = self.blocks[-1](x, cls_only=True)  # nothing else of the last block is ever read
+        x = self.blocks[-1](x, cls_only=True)  # the head reads nothing else
         out: Tensor = self.norm(x).squeeze(-2)
         return out
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """`keep`: a keyed dropout mask for the features, already divided by the keep rate; without it torch's own dropout."""
+        """Return logits. `keep`: a keyed dropout mask for the features, divided by the keep rate; by default torch's own dropout."""
         z = self.features(images)
         z = F.dropout(z, self.dropout, self.training) if keep is None else z * keep
         out: Tensor = self.head(z)

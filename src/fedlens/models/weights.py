@@ -1,7 +1,7 @@
-"""Pretrained weights: public addresses, and the layouts in which people have them on disk, read strictly.
+"""Pretrained weights: public checkpoints, and a strict reader for the common layouts.
 
-A layout is recognised by its names and translated to ours (those of facebookresearch/dino); after that, a missing, surplus
-or misshapen tensor is an error that lists it. Public `.pth` files are opened with `weights_only=True`.
+Layouts are recognised by their names and renamed to those of facebookresearch/dino. Missing, surplus and misshapen tensors are an error.
+Public `.pth` files are opened with `weights_only=True`.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedlens.data.download import download
 from fedlens.errors import UserError, first_line
+from fedlens.lens.space import misfits
 from fedlens.models.vit import ViT, resize_positions
 
 
@@ -46,7 +47,7 @@ PUBLIC = {
 
 
 def cache_folder() -> Path:
-    """Where public checkpoints are kept: `FEDLENS_WEIGHTS`, or torch.hub's own folder, which may hold them already."""
+    """Return the folder of public checkpoints: `FEDLENS_WEIGHTS`, or torch.hub's folder, which may hold them already."""
     return Path(os.environ.get("FEDLENS_WEIGHTS") or Path(torch.hub.get_dir()) / "checkpoints")
 
 
@@ -55,51 +56,51 @@ def public_path(name: str) -> Path:
 
 
 def fetch_public(name: str) -> Path:
-    """The public checkpoint of this model, from the cache or downloaded; its SHA-256 is checked either way."""
+    """Return the path of this model's public checkpoint, downloading it if it is not cached; either way its SHA-256 is checked."""
     public, path = PUBLIC[name], public_path(name)
     if not path.exists():
         download(public.url, path, sha256=public.sha256, size=public.size)
         return path
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != public.sha256:
-        raise UserError(f"model.weights: {path} has SHA-256 {found}, the published file has {public.sha256}: delete it, or give its path")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != public.sha256:
+        raise UserError(
+            f"model.weights: {path} has SHA-256 {digest}, expected {public.sha256}: delete it, or set model.weights to its path."
+        )
     return path
 
 
 def packaged_tiny() -> dict[str, Tensor]:
-    """The tiny backbone that ships with the package, pretrained by scripts/pretrain_tiny.py."""
+    """Return the tiny backbone that ships with the package, pretrained by scripts/pretrain_tiny.py."""
     with resources.as_file(resources.files("fedlens.models") / "assets" / "tiny.safetensors") as path:
         return read_tensors(path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A flat name -> tensor mapping from a safetensors file or a public `.pth` checkpoint."""
+    """Return name -> tensor from a safetensors file or a public `.pth` checkpoint."""
     if not path.is_file():
-        raise UserError(f"model.weights: {path} is not a file; allowed is null, 'pretrained' or a checkpoint's path")
+        raise UserError(f"model.weights: {path} is not a file; expected null, 'pretrained' or a checkpoint's path.")
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, struct.error) as error:
-        raise UserError(f"model.weights: {path} cannot be read as a checkpoint ({first_line(error)[:120]})") from None
-    for inner in ("teacher", "state_dict", "model"):  # DINO's full checkpoints and many trainers' wrap the weights
-        if isinstance(found, Mapping) and isinstance(found.get(inner), Mapping):
-            found = found[inner]
-    if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
-        raise UserError(f"model.weights: {path} does not hold a state dict (name -> tensor)")
-    return {str(name): tensor for name, tensor in found.items()}
+        raise UserError(f"model.weights: {path} cannot be read as a checkpoint ({first_line(error)[:120]}).") from None
+    for inner in ("teacher", "state_dict", "model"):  # DINO's full checkpoints and many trainers wrap the weights
+        if isinstance(state, Mapping) and isinstance(state.get(inner), Mapping):
+            state = state[inner]
+    if not isinstance(state, Mapping) or not state or not all(isinstance(t, Tensor) for t in state.values()):
+        raise UserError(f"model.weights: {path} does not hold a state dict (name -> tensor).")
+    return {str(name): tensor for name, tensor in state.items()}
 
 
-_HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model -> ours; the published files' names and those transformers 5 has in memory
+_HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model, as published and as in memory in transformers 5 -> DINO's names
     (r"^embeddings\.cls_token$", "cls_token"),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
     (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
     (r"\.attention\.o_proj\.", ".attn.proj."),
-    (r"\.attention\.q_proj\.", ".attn.query."),
-    (r"\.attention\.k_proj\.", ".attn.key."),
-    (r"\.attention\.v_proj\.", ".attn.value."),
+    (r"\.attention\.([qkv])_proj\.", r".attn.\1."),
     (r"\.attention\.output\.dense\.", ".attn.proj."),
-    (r"\.attention\.attention\.(query|key|value)\.", r".attn.\1."),
+    (r"\.attention\.attention\.(q|k|v)(?:uery|ey|alue)\.", r".attn.\1."),
     (r"\.intermediate\.dense\.", ".mlp.fc1."),
     (r"(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
     (r"\.layernorm_before\.", ".norm1."),
@@ -108,16 +109,15 @@ _HF_NAMES = [  # Hugging Face's ViTModel and Dinov2Model -> ours; the published 
     (r"^layernorm\.", "norm."),
     (r"^classifier\.", "head."),
 ]
-_UNUSED = re.compile(
-    r"^(mask_token|embeddings\.mask_token|pooler\.|head\.(mlp|last_layer)\.)"
-)  # published beside the backbone, never part of it
+_UNUSED = re.compile(r"^(mask_token|embeddings\.mask_token|pooler\.|head\.(mlp|last_layer)\.)")  # published beside the backbone
+_PREFIXES = re.compile(r"^(module\.|_orig_mod\.|model\.|backbone\.|vit\.|dinov2\.)+")
 
 
-def to_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DINO's own, timm's and Hugging Face's layouts -> DINO's names."""
-    state = {re.sub(r"^(module\.|_orig_mod\.|model\.|backbone\.|vit\.|dinov2\.)+", "", name): tensor for name, tensor in found.items()}
-    if len(state) < len(found):
-        raise UserError("model.weights: the checkpoint has two models, which differ in a prefix alone; allowed is one")
+def to_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of DINO's, timm's and Hugging Face's layouts to DINO's names."""
+    state = {_PREFIXES.sub("", name): tensor for name, tensor in tensors.items()}
+    if len(state) < len(tensors):
+        raise UserError("model.weights: the checkpoint has two models, whose names differ only in a prefix; expected one.")
     state = {name: tensor for name, tensor in state.items() if not _UNUSED.match(name)}
     if "embeddings.cls_token" not in state:
         return state
@@ -126,29 +126,29 @@ def to_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, ours in _HF_NAMES:
             name = re.sub(pattern, ours, name)
         renamed[name] = tensor
-    for name in [n for n in renamed if ".attn.query." in n]:  # three matrices -> one
-        parts = [renamed.pop(name.replace(".query.", f".{part}."), None) for part in ("query", "key", "value")]
+    for name in [n for n in renamed if ".attn.q." in n]:  # three matrices -> one
+        parts = [renamed.pop(name.replace(".q.", f".{part}."), None) for part in "qkv"]
         if any(part is None for part in parts):
-            raise UserError(f"model.weights: {name.replace('.query.', '.{query,key,value}.')} is incomplete")
-        renamed[name.replace(".query.", ".qkv.")] = torch.cat([part for part in parts if part is not None])
+            raise UserError(f"model.weights: {name.replace('.q.', '.{query,key,value}.')} is incomplete.")
+        renamed[name.replace(".q.", ".qkv.")] = torch.cat([part for part in parts if part is not None])
     return renamed
 
 
-def check_numbers(found: Mapping[str, Tensor], source: str) -> None:
-    """What can be a weight: dense, real, finite. Integers of a quantised file would be taken for the numbers that they stand for."""
-    for name, tensor in found.items():
+def check_numbers(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise unless every tensor is dense, real and finite. The integers of a quantised file are codes, not weights."""
+    for name, tensor in tensors.items():
         plain = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
         if not plain or not tensor.is_floating_point():
-            what = str(tensor.dtype).removeprefix("torch.") if plain else "no plain tensor"
-            raise UserError(f"model.weights: {source}: {name} is {what}, allowed are dense tensors of real numbers")
+            kind = str(tensor.dtype).removeprefix("torch.") if plain else "no plain tensor"
+            raise UserError(f"model.weights: {source}: {name} is {kind}, expected a dense tensor of real numbers.")
         if not bool(tensor.float().isfinite().all()):
-            raise UserError(f"model.weights: {source}: {name} has values that are not finite")
+            raise UserError(f"model.weights: {source}: {name} has values that are not finite.")
 
 
-def load_weights(model: ViT, found: Mapping[str, Tensor], source: str) -> None:
-    """Fill the model from a checkpoint in any known layout. Only the head may be absent, and only as a whole."""
-    state, own = to_our_names(found), model.state_dict()
-    check_numbers(state, source)  # what is left out may be anything: a count of batches in DINO's projection head
+def load_weights(model: ViT, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load a checkpoint in any known layout into the model. Only the head may be absent, and only as a whole."""
+    state, own = to_our_names(tensors), model.state_dict()
+    check_numbers(state, source)  # after renaming: unused tensors may hold integers
     if "pos_embed" in state and state["pos_embed"].ndim == 3:
         grid = model.image_size // model.shape.patch
         places = state["pos_embed"].shape[1] - 1
@@ -157,9 +157,7 @@ def load_weights(model: ViT, found: Mapping[str, Tensor], source: str) -> None:
     model.fitted_head = any(name.startswith("head.") for name in state)
     if not model.fitted_head:
         own = {name: tensor for name, tensor in own.items() if not name.startswith("head.")}
-    problems = [f"missing {n}" for n in own if n not in state] + [f"surplus {n}" for n in state if n not in own]
-    problems += [f"{n} is {list(state[n].shape)}, needs {list(own[n].shape)}" for n in own if n in state and state[n].shape != own[n].shape]
-    if problems:
+    if problems := misfits({name: tensor.shape for name, tensor in own.items()}, state):
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise UserError(f"model.weights: {source} does not fit: {shown}")
+        raise UserError(f"model.weights: {source} does not fit: {shown}.")
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=len(own) == len(model.state_dict()))

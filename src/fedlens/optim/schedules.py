@@ -1,40 +1,43 @@
 """Learning-rate schedules: a factor on the base rate as a function of progress in [0, 1].
 
 Progress is step/steps in centralised training and round/rounds in federated training, so one schedule serves both.
+A schedule takes progress and those of the keywords final, decay and milestones that it needs.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
-from fedlens.errors import unknown
+from fedlens.registry import Registry, accepted
 
 
-def constant(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
-    """The base rate throughout."""
+def constant(progress: float) -> float:
+    """Use the base rate throughout."""
     return 1.0
 
 
-def cosine(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
-    """Half a cosine from 1 to `final`."""
+def cosine(progress: float, *, final: float) -> float:
+    """Fall from 1 to `final` along half a cosine."""
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def linear(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
-    """A straight line from 1 to `final`."""
-    return 1 - (1 - final) * progress
-
-
-def step(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
-    """Times `decay` at each milestone."""
+def step(progress: float, *, decay: float, milestones: Sequence[float]) -> float:
+    """Multiply by `decay` at each milestone."""
     return math.pow(decay, len([m for m in milestones if progress >= m]))
 
 
-def exponential(progress: float, *, final: float, decay: float, milestones: Sequence[float]) -> float:
-    """Geometric from 1 to `decay` over the whole run."""
+def exponential(progress: float, *, decay: float) -> float:
+    """Fall geometrically from 1 to `decay` over the whole run."""
     return math.pow(decay, progress)
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {f.__name__: f for f in (constant, cosine, step, exponential, linear)}
+def linear(progress: float, *, final: float) -> float:
+    """Fall from 1 to `final` along a straight line."""
+    return 1 - (1 - final) * progress
+
+
+SCHEDULES: Registry[Callable[..., float]] = Registry(
+    "schedule", constant, cosine, step, exponential, linear, supplied=("final", "decay", "milestones")
+)
 
 
 def schedule_factor(
@@ -47,13 +50,9 @@ def schedule_factor(
     decay: float = 0.1,
     milestones: Sequence[float] = (0.5, 0.75),
 ) -> float:
-    """The factor at this progress; during the first `warmup` of the run it rises linearly, then the schedule begins.
-
-    `tick` is the progress of one step: the first step of a warm-up then has a rate above zero.
-    """
-    if name not in SCHEDULES:
-        raise unknown("optim.schedule", name, SCHEDULES)
+    """Return the factor at this progress: linear during `warmup`, then the schedule. `tick`, the progress per step, keeps step 0 above 0."""
+    schedule = SCHEDULES.choose(name, "optim.schedule")
     if progress < warmup:
         return min(1.0, (progress + tick) / warmup)
     rest = (progress - warmup) / (1 - warmup) if warmup < 1 else 1.0
-    return SCHEDULES[name](rest, final=final, decay=decay, milestones=milestones)
+    return schedule(rest, **accepted(schedule, {"final": final, "decay": decay, "milestones": milestones}))

@@ -10,10 +10,7 @@ from fedlens.lens.norms import row_norms
 
 @dataclass(frozen=True)
 class LocalRule:
-    """What a client does to its parameters at every local step of a round.
-
-    `prox` is FedProx's μ; control variates (SCAFFOLD) come to the step as an offset on the gradient.
-    """
+    """The local optimizer of a round. `prox` is FedProx's μ; SCAFFOLD's control variates enter as an offset on the gradient."""
 
     lr: float
     momentum: float = 0.0
@@ -36,11 +33,10 @@ def sgd_step(
     offset: Tensor | None = None,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step, (theta, velocity) after it. All are [..., P]; `active` [..., 1] is 0 for a client that has stopped.
-    Under a mask P counts its active coordinates: that is SparseSGDM, and clipping counts what may move.
+    """Return (theta, velocity) after one step. All are [..., P]; `active` [..., 1] is 0 for a client that has finished.
 
-    Order: the loss gradient (FedProx's pull is part of the loss), clipped to `clip_norm` per client, then the control
-    offset, then weight decay and momentum as in torch. The first momentum step has no dampening, as in torch.
+    Order: loss gradient with FedProx's pull, clipping to `clip_norm` per client, control offset, then weight decay and momentum as in
+    torch; the first momentum step has no dampening. Under a mask, P counts active coordinates only, as in SparseSGDM.
     """
     if rule.prox and anchor is not None:
         grad = grad + rule.prox * (theta - anchor)
@@ -59,9 +55,9 @@ def sgd_step(
 
 
 def effective_steps(steps: int, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:
-    """How far `steps` steps of a constant unit gradient go, in units of lr: FedNova's ‖a‖₁ (Wang et al. 2020)."""
-    far, velocity = 0.0, 0.0
+    """Return how far `steps` steps of a constant unit gradient go, in units of lr: FedNova's ‖a‖₁ (Wang et al. 2020)."""
+    distance, velocity = 0.0, 0.0
     for j in range(steps):
         velocity = 1.0 if j == 0 else momentum * velocity + (1 - dampening) if momentum else 1.0
-        far += 1.0 + momentum * velocity if nesterov else velocity
-    return far
+        distance += 1.0 + momentum * velocity if nesterov else velocity
+    return distance

@@ -50,8 +50,7 @@ from fedlens.report.markdown import (
 )
 from fedlens.report.over_seeds import of_seeds, titled
 from fedlens.runs.store import write_atomic
-from fedlens.study.edit_figures import xi_figure
-from fedlens.study.figures import MARKERS, SHOWN_CLIENTS, partition_figure
+from fedlens.study.figures import MARKERS, SHOWN_CLIENTS, partition_figure, xi_figure
 from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 

@@ -135,7 +135,8 @@ def _table(page: Page, table: TableResult, planned: bool, question: str) -> None
     )
     seeds = {seed for cell in table.cells for seed in cell.runs}
     header = ["Cell", "Seeds", "Test accuracy, %", "Validation accuracy, %", "MB sent up", f"Rounds to {aim}", f"MB to {aim}", "Reached by"]
-    rows = [_result(table, cell, seeds) for cell in table.cells]
+    header += [name.removeprefix("test_") + ", %" for name in table.further_metrics]
+    rows = [[*_result(table, cell, seeds), *(_stat(cell.summary(name), 100) for name in table.further_metrics)] for cell in table.cells]
     if table.sends:
         page.table(f"{table.name}: results.{target}", header, rows)
     else:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from fedlens.report.over_seeds import BESIDE, TITLES, UNITS, Measured, of_seeds, over_seeds, shared_heads, titled
-from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult
+from fedlens.study.results import Analysis, CellResult, Gathered, SearchResult, StudyResult, TableResult, further_metrics
 from fedlens.study.statistics import Summary, summarise
 
 NOTHING = "—"
@@ -296,7 +296,13 @@ def _cells(table: TableResult) -> str:
         if table.aim is not None
         else ""
     )
-    return rows_text(header, rows) + under if table.sends else rows_text(header[:3], [row[:3] for row in rows])
+    if not table.sends:
+        header, rows = header[:3], [row[:3] for row in rows]
+    for name in table.further_metrics:
+        header.append(escaped(name.removeprefix("test_")))
+        for row, cell in zip(rows, table.cells, strict=True):
+            row.append(s.text() if (s := cell.summary(name)) else NOTHING)
+    return rows_text(header, rows) + (under if table.sends else "")
 
 
 def _mean(summary: Summary | None, scale: float) -> str:
@@ -447,13 +453,15 @@ def csv_rows(gathered: Gathered) -> str:
     keys = list(dict.fromkeys(key for study in gathered.studies for table in study.tables for cell in table.cells for key in cell.values))
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["study", "table", "case", *keys, "seed", "run", *NUMBERS])
+    runs = [run for study in gathered.studies for table in study.tables for cell in table.cells for run in cell.runs.values()]
+    columns = [*NUMBERS, *further_metrics(runs)]
+    writer.writerow(["study", "table", "case", *keys, "seed", "run", *columns])
     for study in gathered.studies:
         for table in study.tables:
             for cell in table.cells:
                 for seed, run in sorted(cell.runs.items()):
                     values = [_plain(cell.values.get(key)) for key in keys]
-                    numbers = [_plain(run.summary.get(key)) for key in NUMBERS]
+                    numbers = [_plain(run.summary.get(key)) for key in columns]
                     writer.writerow([*map(_plain, (study.name, table.name, cell.case)), *values, seed, run.name, *numbers])
     return buffer.getvalue()
 

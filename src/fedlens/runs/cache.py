@@ -1,6 +1,6 @@
-"""Work that runs share: features of the pretrained backbone, masks. Kept by content, so that a hit gives what would be computed.
+"""A cache by content for results that runs share: backbone features and masks. A hit returns exactly what would be computed.
 
-Runs of one process share it in memory; processes share it on disk where FEDLENS_CACHE names a folder, as a study does for its runs.
+Runs of one process share it in memory. Processes share it on disk if FEDLENS_CACHE names a folder, as a study does for its runs.
 """
 
 import hashlib
@@ -24,68 +24,67 @@ from fedlens.errors import UserError
 
 T = TypeVar("T")
 CACHE = "FEDLENS_CACHE"
-KEPT = 8  # results in memory
-READ = 2**30  # bytes of a split that are read to know it by its content
-_known: OrderedDict[str, Any] = OrderedDict()
+CAPACITY = 8  # results in memory
+LARGEST_SPLIT = 2**30  # bytes: larger splits are not read to compute a digest
+_memory: OrderedDict[str, Any] = OrderedDict()
 
 
 @dataclass(frozen=True)
-class Form(Generic[T]):
-    """How a result is written into a folder, and read from it."""
+class Codec(Generic[T]):
+    """How a result is written to a folder and read back."""
 
     write: Callable[[T, Path], None]
     read: Callable[[Path], T]
 
 
-def remembered(key: str, make: Callable[[], T], form: Form[T] | None = None) -> T:
-    """`make()`, or what it gave the last time for this key."""
-    if key not in _known:
+def cached(key: str, make: Callable[[], T], codec: Codec[T] | None = None) -> T:
+    """Return the cached result for this key, or call `make` and cache its result; on disk only with a codec."""
+    if key not in _memory:
         folder = os.environ.get(CACHE)
-        _known[key] = make() if folder is None or form is None else _on_disk(Path(folder) / key[:32], make, form)
-        while len(_known) > KEPT:
-            _known.popitem(last=False)
-    _known.move_to_end(key)
-    found: T = _known[key]
-    return found
+        _memory[key] = make() if folder is None or codec is None else _on_disk(Path(folder) / key[:32], make, codec)
+        while len(_memory) > CAPACITY:
+            _memory.popitem(last=False)
+    _memory.move_to_end(key)
+    result: T = _memory[key]
+    return result
 
 
-def _on_disk(folder: Path, make: Callable[[], T], form: Form[T]) -> T:
-    """Read, or made and written: to a folder beside it that is then renamed, so that it is whole or not there."""
+def _on_disk(folder: Path, make: Callable[[], T], codec: Codec[T]) -> T:
+    """Read the result, or make it and write it to a temporary folder that is then renamed: it is complete or absent."""
     if folder.is_dir():
         try:
-            return form.read(folder)
+            return codec.read(folder)
         except (OSError, ValueError, KeyError, SafetensorError, UserError):
             shutil.rmtree(folder, ignore_errors=True)  # damaged
-    made = make()
-    with suppress(OSError, SafetensorError):  # no place to keep it, or another process was first
+    result = make()
+    with suppress(OSError, SafetensorError):  # the folder is not writable, or another process was first
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
         try:
-            form.write(made, part)
+            codec.write(result, part)
             part.rename(folder)
         finally:
-            shutil.rmtree(part, ignore_errors=True)  # gone already where all went well
-    return made
+            shutil.rmtree(part, ignore_errors=True)  # already renamed if all went well
+    return result
 
 
 def digest(*parts: object) -> str:
-    """Of tensors, mappings of tensors, and anything that prints itself; of where and by what it is computed too."""
+    """Return a digest of tensors, mappings of tensors and printable values, which also covers versions and device."""
     return content_digest(*parts, __version__, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
 def content_digest(*parts: object) -> str:
-    """The same on every machine."""
+    """Return a digest of the values alone, the same on every machine."""
     content = hashlib.sha256()
     for part in parts:
         for name, value in part.items() if isinstance(part, Mapping) else (("", part),):
-            content.update(
-                f"{name}={tuple(value.shape)}{value.dtype};".encode() if isinstance(value, Tensor) else f"{name}={value!r};".encode()
-            )
+            text = f"{tuple(value.shape)}{value.dtype}" if isinstance(value, Tensor) else repr(value)
+            content.update(f"{name}={text};".encode())
             if isinstance(value, Tensor):
                 content.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()
 
 
 def split_digest(split: Split) -> str | None:
-    """Of all its images and labels; None: too large to read for that."""
-    return digest(split.labels, split.images) if split.nbytes <= READ else None
+    """Return a digest of all inputs and labels, or None if the split is too large to read for that."""
+    return digest(split.labels, split.inputs) if split.nbytes <= LARGEST_SPLIT else None

@@ -1,14 +1,13 @@
 """The run folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, log.txt. Every write is atomic.
 
-A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the
-tensors. It is written under another name, flushed to disk and renamed, so a folder of that name is whole or damaged by the
-disk, never half-written; a damaged one is passed over for the one before, and that is said.
+A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the tensors. It is
+written under another name, flushed to disk and renamed, so it is complete unless the disk damages it later. A damaged checkpoint is
+skipped with a warning, and the run resumes from the one before.
 
-Training does not wait for the disk: it hands over a copy and goes on, while a thread writes, digests and flushes. One is under way at a time. Whatever
-reads checkpoints or ends the run waits for it, and an error of the disk comes up there or at the next one.
+Training does not wait for the disk: a thread writes a copy. One write is in progress at a time; reading checkpoints and closing the
+folder wait for it, and its disk errors are raised there or at the next checkpoint.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -16,9 +15,9 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,77 +29,39 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedlens.errors import Elsewhere, UserError, first_line
-from fedlens.lens.mask_rules import Mask
+from fedlens.errors import UserError, first_line
+from fedlens.files import disk_errors as disk_errors
+from fedlens.files import fsync, sha256_of_file
+from fedlens.files import write_atomic as write_atomic
+from fedlens.lens.mask import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
 
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
-SECRET_FILE = "secret"
+CONFIG_FILE, SECRET_FILE = "config.yaml", "secret"
 SUMMARY_FILE, METRICS_FILE, ENVIRONMENT_FILE = "summary.json", "metrics.jsonl", "environment.json"
-COPIED = 2**30  # bytes of a checkpoint: a larger one is written while training waits, not held in memory twice
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
-MENDED_BY_USER = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EFBIG,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.ENOENT,  # a place such as /proc, where nothing can be made, or a folder that was removed
-)
+FORMAT = 2  # of state.json; version 0.2 wrote none
+COPIED = 2**30  # bytes; a larger checkpoint is written while training waits, to avoid holding it in memory twice
 
 
-@contextmanager
-def disk_errors(what: Path) -> Iterator[None]:
-    """A full or read-only disk is the user's to mend: one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in MENDED_BY_USER:
-            reason = (error.strerror or "cannot be written").lower()
-            raise Elsewhere(f"run.dir: {what} cannot be written: {reason}; what was saved before is intact") from None
-        raise
-    except SafetensorError as error:  # of the disk too: its library writes files by itself
-        raise Elsewhere(f"run.dir: {what} cannot be written: {first_line(error)}; what was saved before is intact") from None
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Whole or not at all: a temporary file beside it, flushed, then renamed."""
-    part = path.with_name(path.name + ".part")
-    data = content.encode() if isinstance(content, str) else content
-    with disk_errors(path):
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-
-
-def write_json(path: Path, content: Mapping[str, Any], *, compact: bool = False) -> None:
-    write_atomic(path, json.dumps(content, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n")
-
-
-def _begun(path: Path) -> bool:
-    """What `create` makes before there is a run: a process that was killed there may have left it."""
-    return path.name in ("lock", ENVIRONMENT_FILE) or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
-
-
-@dataclass
+@dataclass(frozen=True)
 class Checkpoint:
+    """A checkpoint read from disk, its digest verified."""
+
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
 
+def write_json(path: Path, value: Any, *, compact: bool = False) -> None:
+    """Write a value as JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n")
+
+
 class RunFolder:
-    """A run on disk. `open` or `create` takes its lock, so that two processes never write one run."""
+    """A run folder that this process has locked for writing: a context manager made by `create` or `open`."""
 
     def __init__(self, path: Path, lock: IO[str], keep_last: int = 2, keep_best: int = 1) -> None:
         self.path, self._lock = path, lock
@@ -113,30 +74,33 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str, environment: Mapping[str, Any], *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
-        if (path / "config.yaml").exists():
-            raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-        if path.exists() and (not path.is_dir() or not all(_begun(p) for p in path.iterdir())):
-            raise UserError(f"run.dir: {path} exists and is not an empty folder")
+        """Make the folder of a new run. The configuration is written last: with it, the folder is a run."""
+        taken = f"run.dir: {path} already holds a run; resume it: fedlens resume {path}"
+        if (path / CONFIG_FILE).exists():
+            raise UserError(taken)
+        if path.exists() and (not path.is_dir() or not all(_is_unfinished_start(p) for p in path.iterdir())):
+            raise UserError(f"run.dir: {path} exists and is not an empty folder.")
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path, take_lock(path), keep_last, keep_best)
-            if (path / "config.yaml").exists():  # made and left by another process since we looked
+            if (path / CONFIG_FILE).exists():  # created by another process in the meantime
                 folder._lock.close()
-                raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
+                raise UserError(taken)
             folder.checkpoints.mkdir(exist_ok=True)
         write_json(path / ENVIRONMENT_FILE, environment)
-        write_atomic(path / "config.yaml", config_yaml)  # last: from here on it is a run
+        write_atomic(path / CONFIG_FILE, config_yaml)
         folder._log_to_file()
         return folder
 
     @classmethod
     def open(cls, path: Path, *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
-        if not (path / "config.yaml").is_file():
-            raise UserError(f"run.dir: {path} holds no run (no config.yaml)")
+        """Open the folder of an existing run and remove what a killed process left half-written."""
+        if not (path / CONFIG_FILE).is_file():
+            raise UserError(f"run.dir: {path} is not a run folder: it has no {CONFIG_FILE}.")
         with disk_errors(path):
             folder = cls(path, take_lock(path), keep_last, keep_best)
             folder.checkpoints.mkdir(exist_ok=True)
-            for leftover in folder.checkpoints.glob(".part-*"):  # of a process that was killed while writing
+            for leftover in folder.checkpoints.glob(".part-*"):
                 shutil.rmtree(leftover)
         folder._log_to_file()
         return folder
@@ -145,11 +109,12 @@ class RunFolder:
         self._handler = logging.FileHandler(self.path / "log.txt")
         self._handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
         log.addHandler(self._handler)
-        log.setLevel(logging.INFO)  # a run from Python keeps the same log as one from the command line
+        log.setLevel(logging.INFO)  # runs started from Python write the same log as the command line
 
     def close(self) -> None:
+        """Wait for the checkpoint in progress and release the folder."""
         try:
-            self.settle()
+            self.wait_for_checkpoint()
         finally:
             self._writer.shutdown()
             log.removeHandler(self._handler)
@@ -160,45 +125,49 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if isinstance(error, UserError):  # for the file alone: whoever catches it tells it on the screen
+        if isinstance(error, UserError):  # into the file only; the caller shows it on the screen
             self._handler.handle(logging.makeLogRecord({"levelno": logging.ERROR, "levelname": "ERROR", "msg": str(error)}))
-        with suppress(*(() if kind is None else (UserError, OSError))):  # what went wrong first is what is told
+        with suppress(*(() if kind is None else (UserError, OSError))):  # report the first error, not its consequences
             self.close()
 
-    # --- metrics and summary -------------------------------------------------------------------------------------
+    # --- metrics, start and end ----------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
+        """True if the run has a summary."""
         return (self.path / SUMMARY_FILE).is_file()
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl and flush it to disk."""
         with disk_errors(self.path / METRICS_FILE), (self.path / METRICS_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def rewind_metrics(self, step: int) -> None:
-        """Drop what was written after the checkpoint that the run goes on from, a torn last line included."""
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        write_atomic(self.path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
+        """Drop the lines after the checkpoint that the run resumes from, a torn last line included."""
+        lines = [line for line in read_metrics(self.path) if line["step"] <= step]
+        write_atomic(self.path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
 
     def keep_start(self, model: Mapping[str, Tensor], mask: Mask | None) -> None:
-        """θ₀, which task vectors start from, and the mask: written before the first step."""
+        """Write θ₀, the start of task vectors, and the mask; called before the first step."""
         self._save_tensors(START_FILE, model)
         if mask is not None:
             with disk_errors(self.path / MASK_FILE):
                 mask.save(self.path / MASK_FILE)
 
     def secret(self) -> int:
-        """A number that only this folder knows, drawn once: what the noise of privacy.noise is keyed by."""
+        """Return the key of the noise of privacy.noise: drawn once, stored in this folder only."""
         file = self.path / SECRET_FILE
         if not file.is_file():
-            file.with_name(file.name + ".part").touch(mode=0o600)  # from its first byte on
-            write_atomic(file, f"{secrets.randbits(256)}\n")
+            write_atomic(file, f"{secrets.randbits(256)}\n", mode=0o600)
         return int(file.read_text())
 
     def keep_client_vectors(self, vectors: Mapping[int, Mapping[str, Tensor]], model: Mapping[str, Tensor], origin: str) -> None:
-        """What each client added to the final model, as one task vector a client; over all of the model, as the run's own is, so that they can be added."""
+        """Write what each client added to the final model, one task vector per client.
+
+        Each covers the whole model, as the run's own task vector does, so that they can be added.
+        """
         folder = self.path / CLIENTS_FOLDER
         space = ParamSpace({name: tensor.shape for name, tensor in model.items() if tensor.is_floating_point()})
         zeros = {name: torch.zeros(shape) for name, shape in space.shapes.items()}
@@ -208,53 +177,50 @@ class RunFolder:
                 TaskVector(space, space.flatten({**zeros, **vector}), [origin]).save(folder / f"{client}.safetensors")
 
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
-        self.settle()
+        """Write the final model, then the summary: a run with a summary is finished."""
+        self.wait_for_checkpoint()
         self._save_tensors(MODEL_FILE, model)
         write_json(self.path / SUMMARY_FILE, summary)
 
     def _save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        part = self.path / f"{name}.part"
-        with disk_errors(self.path / name):
-            try:
-                save_file(_cpu(tensors), part)
-                _fsync(part)
-                os.replace(part, self.path / name)
-            except (OSError, SafetensorError):
-                part.unlink(missing_ok=True)
-                raise
+        with disk_errors(self.path / name, SafetensorError):
+            write_atomic(self.path / name, lambda part: save_file(_on_cpu(tensors), part))
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, wait: bool = False) -> None:
-        """`state` may carry `score`: the best K by score are kept beside the last N, the earlier of two equal ones. `wait`: until it is on disk."""
-        self.settle()
+        """Write a checkpoint in the background, or before returning if `wait`.
+
+        `state` may have a `score`: the best checkpoints by score are kept beside the latest, the earlier of two equal ones.
+        """
+        self.wait_for_checkpoint()
         if wait or sum(tensor.nbytes for tensor in tensors.values()) > COPIED:
             self._write_checkpoint(step, tensors, state)
             return
         copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self._pending = self._writer.submit(self._write_checkpoint, step, copied, deepcopy(dict(state)))
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written; if it could not be, that is raised here."""
+    def wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint in progress; raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _write_checkpoint(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         part, final = self.checkpoints / f".part-{step:09d}", self.checkpoints / f"step-{step:09d}"
-        with disk_errors(final):
+        with disk_errors(final, SafetensorError):
             try:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                save_file(_cpu(tensors), part / "tensors.safetensors")
-                digest = _sha256(part / "tensors.safetensors")
-                (part / "state.json").write_text(json.dumps({"sha256": digest, "step": step, **state}, indent=1))
+                save_file(_on_cpu(tensors), part / "tensors.safetensors")
+                digest = sha256_of_file(part / "tensors.safetensors")
+                (part / "state.json").write_text(json.dumps({"format": FORMAT, "sha256": digest, "step": step, **state}, indent=1))
                 for file in part.iterdir():
-                    _fsync(file)
+                    fsync(file)
                 if final.exists():
-                    shutil.rmtree(final)  # a damaged one that this run passed over
+                    shutil.rmtree(final)  # a damaged one that was skipped on resume
                 os.rename(part, final)
-                _fsync(self.checkpoints)
+                fsync(self.checkpoints)
             except (OSError, SafetensorError):
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -272,73 +238,89 @@ class RunFolder:
 
     def _state(self, step: int) -> dict[str, Any]:
         try:
-            found = json.loads((self.checkpoints / f"step-{step:09d}" / "state.json").read_text())
-            return found if isinstance(found, dict) else {}
+            state = json.loads((self.checkpoints / f"step-{step:09d}" / "state.json").read_text())
+            return state if isinstance(state, dict) else {}
         except (OSError, ValueError):
             return {}
 
     def read_checkpoint(self, step: int) -> Checkpoint | None:
-        """A checkpoint whose tensors match their digest, or None."""
-        self.settle()
+        """Return a checkpoint whose tensors match their digest, or None."""
+        self.wait_for_checkpoint()
         state = self._state(step)
         try:
             data = (self.checkpoints / f"step-{step:09d}" / "tensors.safetensors").read_bytes()
             if not state or hashlib.sha256(data).hexdigest() != state.get("sha256"):
                 return None
-            return Checkpoint(step, load_bytes(data), state)
-        except (OSError, SafetensorError):
+            return _upgraded(Checkpoint(step, load_bytes(data), state))
+        except (OSError, SafetensorError, TypeError, ValueError, KeyError):
             return None
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest sound checkpoint whose best-so-far is sound too. Later ones are removed: the run makes them again."""
-        self.settle()
+        """Return the newest intact checkpoint whose best checkpoint is intact too; remove later ones, which the run repeats."""
+        self.wait_for_checkpoint()
         for step in reversed(self._steps()):
-            found = self.read_checkpoint(step)
-            best = found.state.get("best_step") if found else None
-            if found and (best is None or best == step or self.read_checkpoint(best)):
-                return found
-            which = f"step {step}" if not found else f"step {best}, the best before step {step},"
+            checkpoint = self.read_checkpoint(step)
+            best = checkpoint.state["session"].get("best_step") if checkpoint else None
+            if checkpoint and (best is None or best == step or self.read_checkpoint(best)):
+                return checkpoint
+            which = f"step {step}" if not checkpoint else f"step {best}, the best before step {step},"
             log.warning("checkpoint of %s is damaged: falling back to the one before", which)
             shutil.rmtree(self.checkpoints / f"step-{step:09d}")
         return None
 
 
+def _upgraded(old: Checkpoint) -> Checkpoint:
+    """Return a checkpoint in today's format. That of version 0.2 has the same content under other names."""
+    state = dict(old.state)
+    if (number := state.get("format", 1)) == FORMAT:
+        return old if isinstance(state.get("session"), dict) else Checkpoint(old.step, old.tensors, {**state, "session": {}})
+    if number != 1:
+        raise UserError(f"run.dir: a later version of fedlens wrote the checkpoint of step {old.step} (format {number}); upgrade fedlens.")
+    counts = dict(state.pop("counts", {}))
+    state["session"] = {name: state.pop(name, None) for name in ("seconds", "stale", "best_score", "best_step")}
+    state["privacy"] = {"rounds": old.step}
+    state["session"]["facts"] = {name: state.pop(name, None) for name in ("ridge", "mask")}
+    traffic = {name: counts.pop(name) for name in ("bytes_up", "bytes_down") if name in counts}
+    if traffic:  # federated
+        state |= {"counts": {"refused": 0, **counts}, "clients": {**traffic, "registry": state.pop("registry", {})}}
+    else:
+        state["training"] = {"loss_sum": state.pop("loss_sum", 0.0), "scaler": state.pop("scaler", {})}
+    renamed = {"scaffold.": "algorithm.", "momentum.": "training."}
+    tensors = {next((new + n.removeprefix(o) for o, new in renamed.items() if n.startswith(o)), n): t for n, t in old.tensors.items()}
+    return Checkpoint(old.step, tensors, {**state, "format": FORMAT})
+
+
+def _is_unfinished_start(path: Path) -> bool:
+    """Return True for a file that `create` writes before the configuration: a killed process may have left it."""
+    return path.name in ("lock", ENVIRONMENT_FILE) or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
+
+
 def take_lock(path: Path, field: str = "run.dir") -> IO[str]:
-    """The folder for this process alone, until the file that comes back is closed."""
+    """Lock a folder for this process until the returned file is closed."""
     file = (path / "lock").open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel gives it back however the process ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however the process ends
     except BlockingIOError:
         file.close()
-        raise UserError(f"{field}: {path} is in use by another process") from None
-    except OSError:  # some network and FUSE file systems (a mounted Google Drive) know no locks
+        raise UserError(f"{field}: {path} is in use by another process.") from None
+    except OSError:  # some network and FUSE file systems (a mounted Google Drive) have no locks
         log.warning("%s: this file system has no locks; make sure that only one process uses it", path)
     return file
 
 
-def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # folders cannot be flushed on every file system
-            raise
-    finally:
-        os.close(descriptor)
+# --- reading a run that may belong to another process ----------------------------------------------------------------
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl as dicts. A last line without an end was torn by a kill and is not a line; any other that is no record is damage, which is said:
-    what follows it must not be lost."""
+    """Return the lines of metrics.jsonl.
+
+    A last line without a line break was torn by a kill and is dropped. Any other line that is not a record is an error, because the
+    lines after it must not be lost.
+    """
     file, records = path / METRICS_FILE, list[dict[str, Any]]()
     lines = _bytes(file).split(b"\n") if file.exists() else []
     for number, text in enumerate(lines, 1):
@@ -350,7 +332,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(
-                f"run: {file}, line {number}: {_shortened(text)} given, allowed is a record with its step; mend or remove that line"
+                f"run: {file}, line {number} must be a record with its step, got {_shortened(text)}; repair or remove that line."
             )
         records.append(record)
     return records
@@ -365,45 +347,34 @@ def _bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"run: {file} cannot be read ({first_line(error)})") from None
+        raise UserError(f"run: {file} cannot be read ({first_line(error)}).") from None
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """Where the run began, as far as its folder says."""
+    """Return where a run began, or an empty dict if the file is missing or damaged."""
     try:
-        found = json.loads((path / ENVIRONMENT_FILE).read_text())
+        environment = json.loads((path / ENVIRONMENT_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-@contextmanager
-def fitting(run: "RunFolder | None", step: int) -> Iterator[None]:
-    """A checkpoint is put into place: one of another model, or whose state.json was changed, is an error in one line."""
-    try:
-        yield
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else first_line(error).removesuffix(":")
-        where = "" if run is None else f"{run.path}: "
-        raise UserError(f"run.dir: {where}the checkpoint of step {step} does not fit the run's config.yaml ({what})") from None
+    return environment if isinstance(environment, dict) else {}
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What a finished run came to; a file that is not whole is an error that says how to go on."""
+    """Return the summary of a finished run."""
     file = path / SUMMARY_FILE
     if not file.is_file():
-        raise UserError(f"run: {path} is not finished; go on with it: fedlens resume {path}")
+        raise UserError(f"run: {path} is not finished; resume it: fedlens resume {path}")
     try:
-        found = json.loads(_bytes(file))
+        summary = json.loads(_bytes(file))
     except ValueError:
-        found = None
-    if isinstance(found, dict) and "val_accuracy" in found:
-        return found
-    raise UserError(f"run: {file} is damaged, allowed is what a finished run writes; remove it and go on: fedlens resume {path}")
+        summary = None
+    if isinstance(summary, dict) and "val_accuracy" in summary:
+        return summary
+    raise UserError(f"run: {file} is damaged: it is not the summary of a finished run. Remove it and resume: fedlens resume {path}")
 
 
 def is_finished(path: Path) -> bool:
-    """Whether there is a summary, and it is whole."""
+    """Return True if the run has an intact summary."""
     try:
         return bool(read_summary(path))
     except UserError:
@@ -411,14 +382,15 @@ def is_finished(path: Path) -> bool:
 
 
 def read_model(path: Path, name: str = MODEL_FILE) -> dict[str, Tensor]:
+    """Return the tensors of the final model, or of another file of the run."""
     file = path / name
     if not file.is_file() and (path / SUMMARY_FILE).is_file():
         raise UserError(
-            f"run: {path} is finished, but its weights were not kept (no {name}); use the folder that it was run in, or run it again"
+            f"run: {path} is finished, but {name} is missing: kept runs have no weights. Use the original folder, or repeat the run."
         )
     if not file.is_file():
-        raise UserError(f"run: {path} is not finished, so it has no final model yet; go on with it: fedlens resume {path}")
+        raise UserError(f"run: {path} is not finished, so it has no final model; resume it: fedlens resume {path}")
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"run: {file} is damaged ({first_line(error)}); bring it back, or run it again") from None
+        raise UserError(f"run: {file} is damaged ({first_line(error)}); restore it or repeat the run.") from None

@@ -1,26 +1,26 @@
 """Plans of many runs: YAML that a user can copy and edit (fedlens/conf/study/*.yaml).
 
-    question: How do heterogeneity and local steps hurt?      what the study is for
+    question: How do heterogeneity and local steps hurt?      purpose of the study
     seeds: 3                                                  0, 1, 2; or a list
-    where: {embedded: [overrides…], cifar100: [overrides…]}   the first one unless --on says otherwise
+    where: {embedded: [overrides…], cifar100: [overrides…]}   places; the first is the default of --on
     set: [overrides…]                                         for every run
     tables:
       - name: Nc and J
         set: [overrides…]                                     for every run of this table
-        cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    place by place: left out where its place has none
+        cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    a case with one entry per place is skipped where its place is missing
         grid: {federated.local_steps: [4, 8, 16]}             every case with every combination; null and lists are values too
-        special:                                              what only some combinations get
+        special:                                              additional overrides of some combinations
           - {case: IID, federated.local_steps: 16, place: cifar100, set: [optim.lr=1e-4]}
-        local_steps_in_all: 800                               J·R is this for every run: rounds follow J; or {cifar100: 800}
-        evaluations: 10                                       so many a run, however many rounds it has
-        target: 0.85                                          validation accuracy that rounds and bytes are counted to
-        against: case                                         differences are to the first cell of the same case; without it to the table's first cell
-        tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   every cell gets the value that validation prefers for it; or {cifar100: {…}}: see tuning.py
-                                                              like: {half B: half A} in it: a cell that takes the value of another;
-                                                              set: [overrides…] in it: of the short runs alone, smaller images for one
-    analyses: […]                                             what is measured on finished runs: see analyses.py; or {cifar100: […]}
+        local_steps_in_all: 800                               J·R of every run, so that rounds follow J; or {cifar100: 800}
+        evaluations: 10                                       evaluations per run, whatever its number of rounds
+        target: 0.85                                          validation accuracy for the columns "rounds to" and "bytes to"
+        against: case                                         compare with the first cell of the same case (default: of the table)
+        tune: {key: optim.lr, by: 3, length: 0.2, tries: 7}   choose the key's value per cell on validation, see tune.py; or {cifar100: {…}}
+                                                              like: {half B: half A}: the first cell takes the value of the second;
+                                                              set: [overrides…]: for the short runs only, such as smaller images
+    analyses: […]                                             measurements on finished runs, see analyses.py; or {cifar100: […]}
 
-`include: [NAME, …]` instead of tables makes one study of several. A run is known by the hash of its whole configuration, so tables share the runs that they have in common.
+`include: [NAME, …]` instead of tables joins several studies. A run is named by the hash of its whole configuration, so tables share common runs.
 """
 
 import copy
@@ -31,49 +31,46 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fedlens.config import Config, known_keys
-from fedlens.errors import UserError, bad_value, first_line, unknown
-from fedlens.overrides import choices, compose, with_values
+from fedlens.errors import UserError, bad_value, unknown
+from fedlens.overrides import compose, with_values
 from fedlens.runs.identity import identity
-from fedlens.study.search_space import spelled
+from fedlens.study.yaml_files import at_place, check_keys, override_list, override_text, read_yaml, whole_number, yaml_path
 
 PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
-# of a short run, by its being one: not for `set` of `tune` to say
-DECIDED = {"seed", "train.test", "train.epochs", "federated.rounds", "federated.eval_every", "federated.client_vectors"}
 TUNE_KEYS = {"key", "by", "length", "tries", "like", "set"}
 SPECIAL_KEYS = {"case", "place", "set"}
+SET_BY_TUNING = {"seed", "train.test", "train.epochs", "federated.rounds", "federated.eval_every", "federated.client_vectors"}
 
 
-def labelled(case: str, values: Iterable[tuple[str, Any]]) -> str:
-    """IID, local_steps 4"""
+def cell_label(case: str, values: Iterable[tuple[str, Any]]) -> str:
+    """Return the label of a cell, such as "IID, local_steps 4"."""
     return ", ".join(filter(None, [case, *(f"{key.rsplit('.', 1)[-1]} {_shown(value)}" for key, value in values)]))
 
 
 def _shown(value: Any) -> str:
-    return spelled(value) if value is None or isinstance(value, list | tuple) else str(value)
+    return override_text(value) if value is None or isinstance(value, list | tuple) else str(value)
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlanCell:
     """One entry of a table, to be run with several seeds."""
 
     table: str
     case: str
-    values: tuple[tuple[str, Any], ...]  # of the grid
+    values: tuple[tuple[str, Any], ...]  # (key, value) of the grid
 
     @property
     def label(self) -> str:
-        return labelled(self.case, self.values)
+        return cell_label(self.case, self.values)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """One run of the plan."""
 
-    cell: Cell
+    cell: PlanCell
     seed: int
     config: Config
 
@@ -83,34 +80,36 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Tune:
-    """A cell whose value of `key` is still to be chosen: in short runs of the plan's first seed, on validation alone."""
+class TuningSpec:
+    """A key whose value is chosen per cell: on validation, in short runs with the plan's first seed."""
 
-    cell: Cell
+    cell: PlanCell
     key: str
-    by: float  # the factor between neighbours
+    factor: float  # between neighbouring values
     tries: int
-    short: Config  # of the cell's own value
-    like: tuple[Cell, ...] = ()  # others that take what this one gets
+    base: Config  # of the short run at the cell's default value
+    followers: tuple[PlanCell, ...] = ()  # cells that take the value chosen here
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        return (self.cell, *self.like)
+    def cells(self) -> tuple[PlanCell, ...]:
+        return (self.cell, *self.followers)
 
     @property
-    def own(self) -> float:
-        return float(_get(self.short, self.key))
+    def default(self) -> float:
+        return float(_get(self.base, self.key))
 
     def value(self, k: int) -> float:
-        """k factors above the cell's own, to three digits."""
-        return float(f"{self.own * self.by**k:.3g}") if k else self.own
+        """Return the default times factor^k, to three digits."""
+        return float(f"{self.default * self.factor**k:.3g}") if k else self.default
 
-    def trial(self, k: int) -> Planned:
-        return Planned(self.cell, self.short.seed, changed(self.short, self.key, self.value(k)))
+    def trial(self, k: int) -> PlannedRun:
+        return PlannedRun(self.cell, self.base.seed, changed(self.base, self.key, self.value(k)))
 
 
 @dataclass(frozen=True)
-class Table:
+class PlanTable:
+    """A table's own settings; its cells are in the runs. study.json has these fields under these names."""
+
     name: str
     question: str = ""
     target: float | None = None
@@ -118,323 +117,272 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An analysis as a plan has it."""
+class AnalysisSpec:
+    """An entry of `analyses`, as it is in the plan."""
 
-    given: Mapping[str, Any]
-    tables: tuple[str, ...]  # whose cells it may name: those of its own plan
+    options: Mapping[str, Any]
+    tables: tuple[str, ...]  # tables of its own plan: the only ones whose cells it may name
 
 
 @dataclass(frozen=True)
 class Plan:
+    """All runs, tables, analyses and tuned keys of a study."""
+
     name: str
     question: str
     place: str
-    runs: list[Planned]
-    tables: list[Table] = field(default_factory=list)
-    analyses: list[Asked] = field(default_factory=list)
-    tunes: list[Tune] = field(default_factory=list)
+    runs: list[PlannedRun]
+    tables: list[PlanTable] = field(default_factory=list)
+    analyses: list[AnalysisSpec] = field(default_factory=list)
+    tuning: list[TuningSpec] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = [table.name for table in self.tables]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"study: two tables are called {twice!r}; rename one of them.")
 
 
-def plan_file(name: str) -> Path:
-    """A YAML file by its path, or a ready-made plan by its name."""
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
-    if name not in choices("study"):
-        raise unknown("study", name, choices("study"))
-    return Path(__file__).parents[1] / "conf" / "study" / f"{name}.yaml"
+@dataclass(frozen=True)
+class _Context:
+    """Settings that all tables of a plan share."""
+
+    place: str
+    places: Collection[str]
+    common: Sequence[str]  # overrides of the place and of the whole plan
+    last: Sequence[str]  # overrides of the command line, which win over all others
+
+    @property
+    def fixed(self) -> set[str]:
+        """Keys that the command line sets."""
+        return {text.partition("=")[0] for text in self.last}
 
 
 def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, overrides: Sequence[str] = ()) -> Plan:
-    """Every run of a plan, each with its whole, checked configuration. Overrides come last and hold for all."""
+    """Read a plan by name or path: every run with its complete, checked configuration. `overrides` win over those of the plan."""
     plan = _read(name, place, seeds, overrides, ())
     if not plan.runs:
-        raise UserError(f"study: {name} has no case on {plan.place}; allowed is a place that its cases name")
+        raise UserError(f"study: {name} has no case on {plan.place}; choose with --on a place that its cases name.")
     return plan
 
 
-def _read(name: str, place: str | None, seeds: int | None, overrides: Sequence[str], within: tuple[Path, ...]) -> Plan:
-    """`within`: the plans that include this one."""
-    path = plan_file(name)
-    if path.resolve() in within:
-        raise UserError(f"study: include: {name!r} given in a plan that it includes itself, allowed are other plans")
-    content = _content(path)
+def _read(name: str, place: str | None, seeds: int | None, overrides: Sequence[str], including: tuple[Path, ...]) -> Plan:
+    """Read a plan. `including`: the plans that include this one, to detect a cycle."""
+    path = yaml_path("study", name)
+    if path.resolve() in including:
+        raise UserError(f"study: include: {name!r} includes itself, directly or through another plan.")
+    content = read_yaml("study", path)
     if isinstance(content, dict) and content.get("include") is not None:
-        _known(content, {"question", "include"}, f"study {path.stem}, which includes others,")
-        parts = [_read(other, place, seeds, overrides, (*within, path.resolve())) for other in _included(content["include"])]
-        return _together(path.stem, str(content.get("question", "")), parts)
+        check_keys(content, {"question", "include"}, f"study: {path.stem}, which includes other plans")
+        names = content["include"]
+        if not isinstance(names, list) or not names or not all(isinstance(other, str) for other in names):
+            raise bad_value("study: include", names, "a list of plans, such as [quick, mine.yaml]")
+        return _joined(path.stem, content, [_read(other, place, seeds, overrides, (*including, path.resolve())) for other in names])
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list) or not content["tables"]:
-        raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}")
-    _known(content, PLAN_KEYS, f"study {path.stem}")
-    places: Mapping[str, Any] = content.get("where") or {"here": []}
-    _known(places, places, "where")
+        raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}.")
+    check_keys(content, PLAN_KEYS, f"study: {path.stem}")
+    return _with_tables(path.stem, content, place, seeds, overrides)
+
+
+def _with_tables(name: str, content: Mapping[str, Any], place: str | None, seeds: int | None, overrides: Sequence[str]) -> Plan:
+    places = check_keys(content.get("where") or {"here": []}, None, "study: where")
     place = place or next(iter(places))
     if place not in places:
         raise unknown("--on", place, places)
-    common = [*_texts(places[place], "where"), *_texts(content.get("set"), "set")]
+    common = [*override_list(places[place], "study: where"), *override_list(content.get("set"), "study: set")]
+    context = _Context(place, places, common, overrides)
     for table in content["tables"]:
-        _known(table, TABLE_KEYS, f"table {table.get('name') if isinstance(table, Mapping) else table}")
-    tables = [Table(_name(table), str(table.get("question", "")), _target(table), _by_case(table)) for table in content["tables"]]
-    _distinct([table.name for table in tables])
-    cells = [found for table in content["tables"] for found in _cells(table, place, places, common, overrides)]
-    runs = [Planned(cell, seed, _seeded(config, seed)) for cell, config in cells for seed in _seeds(content, seeds)]
-    _told_apart(runs)
-    filled = [table for table in tables if any(cell.table == table.name for cell, _ in cells)]
-    tunes = []
-    for table in content["tables"]:
-        own = [(cell, config) for cell, config in cells if cell.table == _name(table)]
-        tunes += _tunes(table, own, place, places, _seeds(content, seeds)[0], overrides)
-    named = tuple(table.name for table in filled)
-    analyses = [Asked(given, named) for given in _analyses(content.get("analyses"), place, places)]
-    return Plan(path.stem, str(content.get("question", "")), place, runs, filled, analyses, tunes)
+        check_keys(table, TABLE_KEYS, f"study: table {table.get('name') if isinstance(table, Mapping) else table}")
+    tables = [_plan_table(table) for table in content["tables"]]
+    seed_list = _seeds(content.get("seeds", 1) if seeds is None else seeds)
+    cells = {_name(table): _cells(table, context) for table in content["tables"]}
+    runs = [PlannedRun(cell, seed, changed(config, "seed", seed)) for part in cells.values() for cell, config in part for seed in seed_list]
+    _check_unambiguous(runs)
+    tuning = [spec for table in content["tables"] for spec in _tuning(table, cells[_name(table)], context, seed_list[0])]
+    filled = [table for table in tables if cells[table.name]]
+    analyses = [AnalysisSpec(entry, tuple(table.name for table in filled)) for entry in _analyses(content.get("analyses"), context)]
+    return Plan(name, str(content.get("question", "")), place, runs, filled, analyses, tuning)
 
 
-def _content(path: Path) -> Any:
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"study: {path} cannot be read ({first_line(error)})") from None
-    except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"study: {path} is not YAML ({first_line(error)})") from None
+def _joined(name: str, content: Mapping[str, Any], parts: Sequence[Plan]) -> Plan:
+    lists = {key: [entry for part in parts for entry in getattr(part, key)] for key in ("runs", "tables", "analyses", "tuning")}
+    return Plan(name, str(content.get("question", "")), parts[0].place, **lists)
 
 
-def _included(given: Any) -> list[str]:
-    if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
-        raise bad_value("study: include", given, "a list of plans, such as [quick, mine.yaml]")
-    return given
-
-
-def _together(name: str, question: str, parts: Sequence[Plan]) -> Plan:
-    """One plan of several."""
-    runs = [planned for part in parts for planned in part.runs]
-    tables = [table for part in parts for table in part.tables]
-    _distinct([table.name for table in tables])
-    analyses = [analysis for part in parts for analysis in part.analyses]
-    tunes = [tune for part in parts for tune in part.tunes]
-    return Plan(name, question, parts[0].place, runs, tables, analyses, tunes)
-
-
-def _target(table: Mapping[str, Any]) -> float | None:
-    given = table.get("target")
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1):
-        raise bad_value(f"study: target of table {_name(table)}", given, "a validation accuracy, 0 < target <= 1")
-    return given
-
-
-def _by_case(table: Mapping[str, Any]) -> bool:
-    if table.get("against", "case") != "case":
-        raise bad_value(f"study: against of table {_name(table)}", table["against"], "case, or nothing")
-    return "against" in table
-
-
-def _distinct(names: Sequence[str]) -> None:
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"study: two tables are called {twice!r}; allowed is a name each")
-
-
-def _told_apart(runs: Sequence[Planned]) -> None:
-    """Data and weights are known by their names, wherever they lie; two of a name in one study would be taken for one another."""
-    where: dict[str, tuple[str | None, str | None]] = {}
+def _check_unambiguous(runs: Sequence[PlannedRun]) -> None:
+    """Raise if two runs differ only in a folder: identity ignores folders, so that one run would stand for both."""
+    folders: dict[str, tuple[str | None, str | None]] = {}
     for planned in runs:
-        given = (planned.config.data.root, planned.config.model.weights)
-        if where.setdefault(planned.name, given) != given:
-            raise UserError(
-                f"study: {planned.cell.label} differs from another cell only in the folder of its data or weights; allowed are other names"
-            )
+        here = (planned.config.data.root, planned.config.model.weights)
+        if folders.setdefault(planned.name, here) != here:
+            raise UserError(f"study: {planned.cell.label} differs from another cell only in the folder of its data or weights; rename it.")
 
 
 def _name(table: Mapping[str, Any]) -> str:
     return str(table.get("name", "results"))
 
 
-def _analyses(given: Any, place: str, places: Collection[str]) -> list[Mapping[str, Any]]:
-    if isinstance(given, Mapping):
-        _known(given, places, "analyses")
-        given = given.get(place)
-    found = [] if given is None else given
-    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
-        raise UserError("study: analyses is not a list of mappings, such as {kind: sweep, of: IID}")
-    return found
+def _plan_table(table: Mapping[str, Any]) -> PlanTable:
+    name, target = _name(table), table.get("target")
+    if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target <= 1):
+        raise bad_value(f"study: target of table {name}", target, "a validation accuracy in (0, 1]")
+    if table.get("against", "case") != "case":
+        raise bad_value(f"study: against of table {name}", table["against"], "case")
+    return PlanTable(name, str(table.get("question", "")), target, "against" in table)
 
 
-def _seeds(content: Mapping[str, Any], asked: int | None) -> list[int]:
-    given = content.get("seeds", 1) if asked is None else asked
-    found = list(range(given)) if isinstance(given, int) else given
-    if not isinstance(found, list) or not found or not all(isinstance(seed, int) and seed >= 0 for seed in found):
-        raise bad_value("seeds", given, "a number of seeds, or a list of seeds >= 0")
-    return found
+def _analyses(entries: Any, context: _Context) -> list[Mapping[str, Any]]:
+    entries = at_place(entries, context.place, context.places, "study: analyses")
+    entries = [] if entries is None else entries
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise bad_value("study: analyses", entries, "a list of mappings, such as {kind: sweep, of: IID}")
+    return entries
 
 
-def _seeded(config: Config, seed: int) -> Config:
-    return changed(config, "seed", seed)
+def _seeds(value: Any) -> list[int]:
+    seeds = list(range(value)) if isinstance(value, int) else value
+    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+        raise bad_value("seeds", value, "a number of seeds, or a list of seeds >= 0")
+    return seeds
 
 
 def changed(config: Config, key: str, value: Any) -> Config:
-    """The same with another value of a dotted key."""
-    own = copy.deepcopy(config)
-    *above, name = key.split(".")
-    setattr(_get(own, ".".join(above)), name, value)
-    return own
+    """Return a copy of a configuration with another value of a dotted key."""
+    config = copy.deepcopy(config)
+    section, _, name = key.rpartition(".")
+    setattr(_get(config, section), name, value)
+    return config
 
 
 def _get(config: Any, key: str) -> Any:
     return reduce(getattr, key.split("."), config) if key else config
 
 
-def _tunes(
-    table: Mapping[str, Any], cells: Sequence[tuple[Cell, Config]], place: str, places: Collection[str], seed: int, last: Sequence[str]
-) -> list[Tune]:
-    given, where = table.get("tune"), f"tune of {_name(table)}"
-    if isinstance(given, Mapping) and set(given) <= set(places):  # place by place
-        given = given.get(place)
-    if given is None:
+# --- tuned keys
+
+
+def _tuning(table: Mapping[str, Any], cells: Sequence[tuple[PlanCell, Config]], context: _Context, seed: int) -> list[TuningSpec]:
+    """Return what a table tunes. A key that the command line sets is not tuned, and its value holds for short runs too."""
+    entry, where = table.get("tune"), f"study: tune of {_name(table)}"
+    if isinstance(entry, Mapping) and set(entry) <= set(context.places):
+        entry = entry.get(context.place)
+    if entry is None:
         return []
-    _known(given, TUNE_KEYS, where)
-    key, by, length, tries = str(given.get("key", "optim.lr")), given.get("by", 3), given.get("length", 0.2), given.get("tries", 7)
-    fixed = {text.partition("=")[0] for text in last}  # said on the command line: not to be chosen, and not otherwise in short runs
-    if key in fixed:
+    key, factor, length, tries = _tune_numbers(check_keys(entry, TUNE_KEYS, where), where)
+    if key in context.fixed:
         return []
     if key not in known_keys():
-        raise unknown(where, key, known_keys())
-    if not (isinstance(by, int | float) and 1 < by < float("inf")):
-        raise bad_value(f"{where}: by", by, "a factor > 1")
+        raise unknown(f"{where}: key", key, known_keys())
+    overrides = [text for text in override_list(entry.get("set"), f"{where}: set") if text.partition("=")[0] not in context.fixed]
+    if wrong := [text for text in overrides if text.partition("=")[0] in {key, *SET_BY_TUNING}]:
+        raise bad_value(f"{where}: set", wrong[0], f"any key but {key}, which is tuned, and {', '.join(sorted(SET_BY_TUNING))}")
+    followers = _followers(entry.get("like", {}), [cell for cell, _ in cells], f"{where}: like")
+    leaders = [(cell, config) for cell, config in cells if not any(cell in others for others in followers.values())]
+    for cell, config in leaders:
+        if not isinstance(value := _get(config, key), float) or value <= 0:
+            raise bad_value(f"{where}: {key} of {cell.label}", value, "a number > 0, where the search starts")
+    return [
+        TuningSpec(cell, key, factor, tries, _short_run(cell, config, overrides, length, seed), tuple(followers.get(cell, ())))
+        for cell, config in leaders
+    ]
+
+
+def _tune_numbers(entry: Mapping[str, Any], where: str) -> tuple[str, float, float, int]:
+    key, factor, length = str(entry.get("key", "optim.lr")), entry.get("by", 3), entry.get("length", 0.2)
+    if not (isinstance(factor, int | float) and 1 < factor < float("inf")):
+        raise bad_value(f"{where}: by", factor, "a factor > 1")
     if not (isinstance(length, int | float) and 0 < length <= 1):
-        raise bad_value(f"{where}: length", length, "a part of the run's length, 0 < length <= 1")
-    if not (isinstance(tries, int) and tries >= 3):
-        raise bad_value(f"{where}: tries", tries, "a whole number >= 3")
-    of_trials = [text for text in _texts(given.get("set"), f"set in {where}") if text.partition("=")[0] not in fixed]
-    if decided := [text for text in of_trials if text.partition("=")[0] in {key, *DECIDED}]:
-        raise bad_value(f"{where}: set", decided[0], f"any key but {key}, which is tuned, and {', '.join(sorted(DECIDED))}")
-    followers = _followers(given.get("like", {}), [cell for cell, _ in cells], where)
-    found = []
-    for cell, config in cells:
-        if any(cell in others for others in followers.values()):
-            continue
-        if not isinstance(own := _get(config, key), float) or own <= 0:
-            raise bad_value(f"{where}: {key} of {cell.label}", own, "a number > 0 to begin with")
-        short = _seeded(with_values(config, of_trials), seed)
-        if short.data.val_fraction == 0:
-            raise UserError(f"study: {where} chooses on a validation set, but data.val_fraction of {cell.label} is 0")
-        short.train.test = False
-        short.federated.rounds = max(1, round(length * config.federated.rounds))
-        short.federated.eval_every = short.federated.rounds  # validation looks once, at the end of the schedule
-        short.train.epochs = min(config.train.epochs, max(1, round(length * config.train.epochs)))
-        short.federated.client_vectors = False
-        found.append(Tune(cell, key, float(by), tries, short, tuple(followers.get(cell, ()))))
-    return found
+        raise bad_value(f"{where}: length", length, "a fraction of the run's length in (0, 1]")
+    return key, float(factor), length, whole_number(entry.get("tries", 7), f"{where}: tries", 3)
 
 
-def _followers(given: Any, cells: Sequence[Cell], where: str) -> dict[Cell, list[Cell]]:
-    """Cell that is tuned -> those that take its value."""
-    if not isinstance(given, Mapping):
-        raise bad_value(f"{where}: like", given, "a mapping from a cell's label to another's")
-    known, found = {cell.label: cell for cell in cells}, dict[Cell, list[Cell]]()
-    for follower, leader in given.items():
+def _short_run(cell: PlanCell, config: Config, overrides: Sequence[str], length: float, seed: int) -> Config:
+    short = changed(with_values(config, list(overrides)), "seed", seed)
+    if short.data.val_fraction == 0:
+        raise UserError(f"study: tune chooses on a validation set, but data.val_fraction of {cell.label} is 0; set it > 0.")
+    short.train.test = False
+    short.federated.rounds = max(1, round(length * config.federated.rounds))
+    short.federated.eval_every = short.federated.rounds  # one evaluation, at the end of the schedule
+    short.train.epochs = min(config.train.epochs, max(1, round(length * config.train.epochs)))
+    short.federated.client_vectors = False
+    return short
+
+
+def _followers(like: Any, cells: Sequence[PlanCell], where: str) -> dict[PlanCell, list[PlanCell]]:
+    """Return the cells that take the value of another: tuned cell -> its followers."""
+    if not isinstance(like, Mapping):
+        raise bad_value(where, like, "a mapping from a cell's label to another's")
+    by_label, followers = {cell.label: cell for cell in cells}, dict[PlanCell, list[PlanCell]]()
+    for follower, leader in like.items():
         for label in (follower, leader):
-            if label not in known:
-                raise unknown(f"{where}: like", str(label), list(known))
-        if leader in given:
-            raise UserError(f"study: {where}: like: {follower} takes the value of {leader}, which takes another's")
-        found.setdefault(known[leader], []).append(known[follower])
-    return found
+            if label not in by_label:
+                raise unknown(where, str(label), list(by_label))
+        if leader in like:
+            raise UserError(f"{where}: {follower} takes the value of {leader}, which takes another's; name a cell that is tuned.")
+        followers.setdefault(by_label[leader], []).append(by_label[follower])
+    return followers
 
 
-def _cells(
-    table: Mapping[str, Any], place: str, places: Collection[str], common: Sequence[str], last: Sequence[str]
-) -> list[tuple[Cell, Config]]:
+# --- cells
+
+
+def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, Config]]:
     name, grid, cases = _name(table), _grid(table), table.get("cases") or {"": []}
-    if not isinstance(cases, Mapping):
-        raise UserError(f"study: cases of {name} is {type(cases).__name__}, allowed is a mapping of name to list of key=value")
-    total, evaluations = (_whole(table.get(key), f"{key} of {name}", place, places) for key in ("local_steps_in_all", "evaluations"))
-    fixed = {text.partition("=")[0] for text in last}
-    found: list[tuple[Cell, Config]] = []
-    for case, given in cases.items():
-        if isinstance(given, Mapping):
-            _known(given, places, f"case {case}")
-            if place not in given:
-                continue
-            given = given[place]
-        own = _texts(given, f"case {case}")
+    check_keys(cases, None, f"study: cases of {name}")
+    special = _special_entries(table)
+    in_all, evaluations = (_positive(table, key, context) for key in ("local_steps_in_all", "evaluations"))
+    cells: list[tuple[PlanCell, Config]] = []
+    for case, entry in cases.items():
+        if isinstance(entry, Mapping) and context.place not in check_keys(entry, context.places, f"study: case {case}"):
+            continue
+        own = override_list(at_place(entry, context.place, context.places, case), f"study: case {case}")
         for values in product(*grid.values()):
-            chosen = tuple(zip(grid, values, strict=True))
-            special = _special(table, {"case": str(case), "place": place, **dict(chosen)})
-            overrides = [*common, *_texts(table.get("set"), name), *own, *(_override(*pair) for pair in chosen), *special, *last]
-            config = compose(overrides)
-            if total is not None and "federated.rounds" not in fixed:
-                config.federated.rounds = max(1, round(total / config.federated.local_steps))
-            if evaluations is not None and "federated.eval_every" not in fixed:
+            cell = PlanCell(name, str(case), tuple(zip(grid, values, strict=True)))
+            extra = [text for each in special if _matches(each, cell, context.place) for text in override_list(each.get("set"), name)]
+            overrides = [*context.common, *override_list(table.get("set"), f"study: set of {name}"), *own]
+            config = compose(
+                [
+                    *overrides,
+                    *(f"{key}={value if isinstance(value, str) else override_text(value)}" for key, value in cell.values),
+                    *extra,
+                    *context.last,
+                ]
+            )
+            if in_all is not None and "federated.rounds" not in context.fixed:
+                config.federated.rounds = max(1, round(in_all / config.federated.local_steps))
+            if evaluations is not None and "federated.eval_every" not in context.fixed:
                 config.federated.eval_every = max(1, config.federated.rounds // evaluations)
-            found.append((Cell(name, str(case), chosen), config))
-    _all_used(table, place, [{"case": cell.case, "place": place, **dict(cell.values)} for cell, _ in found])
-    return found
+            cells.append((cell, config))
+    for each in special:
+        if each.get("place", context.place) == context.place and not any(_matches(each, cell, context.place) for cell, _ in cells):
+            raise UserError(f"study: special of {name} has an entry that fits no run: {each}.")
+    return cells
 
 
 def _grid(table: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """key -> values, lists among them as tuples: a cell is known by its values."""
-    given, where = table.get("grid") or {}, f"study: grid of {_name(table)}"
-    if not isinstance(given, Mapping) or not all(isinstance(values, list) for values in given.values()):
-        raise UserError(f"{where} is not a mapping of key to list of values")
-    for key, values in given.items():
+    """Return key -> values of a grid. Lists become tuples, so that a cell is hashable."""
+    grid, where = table.get("grid") or {}, f"study: grid of {_name(table)}"
+    if not isinstance(grid, Mapping) or not all(isinstance(values, list) for values in grid.values()):
+        raise bad_value(where, grid, "a mapping of key to list of values")
+    for key, values in grid.items():
         plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
         if not values or not all(each is None or isinstance(each, bool | int | float | str) for each in plain):
             raise bad_value(f"{where}: {key}", values, "a list of one or more values, or of lists of them")
-    return {str(key): [tuple(value) if isinstance(value, list) else value for value in values] for key, values in given.items()}
+    return {str(key): [tuple(value) if isinstance(value, list) else value for value in values] for key, values in grid.items()}
 
 
-def _override(key: str, value: Any) -> str:
-    """What YAML has as text is an override's text: timm:NAME, "[query,key]"."""
-    return f"{key}={value if isinstance(value, str) else spelled(value)}"
+def _positive(table: Mapping[str, Any], key: str, context: _Context) -> int | None:
+    where = f"study: {key} of {_name(table)}"
+    value = at_place(table.get(key), context.place, context.places, where)
+    return None if value is None else whole_number(value, where, 1)
 
 
-def _whole(given: Any, where: str, place: str, places: Collection[str]) -> int | None:
-    """A number for all places, or place by place."""
-    if isinstance(given, Mapping):
-        _known(given, places, where)
-        given = given.get(place)
-    if given is not None and not (isinstance(given, int) and given >= 1):
-        raise bad_value(where, given, "a whole number >= 1")
-    return given
+def _special_entries(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    entries, where = table.get("special") or [], f"study: special of {_name(table)}"
+    if not isinstance(entries, list):
+        raise bad_value(where, entries, "a list of mappings")
+    return [check_keys(entry, SPECIAL_KEYS | set(table.get("grid") or {}), where) for entry in entries]
 
 
-def _all_used(table: Mapping[str, Any], place: str, combinations: Sequence[Mapping[str, Any]]) -> None:
-    for entry in _specials(table):
-        if entry.get("place", place) == place and not any(_fits(entry, facts) for facts in combinations):
-            raise UserError(f"study: special of {_name(table)} has an entry that fits no run: {entry}")
-
-
-def _fits(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+def _matches(entry: Mapping[str, Any], cell: PlanCell, place: str) -> bool:
+    facts = {"case": cell.case, "place": place, **dict(cell.values)}
     return all(_shown(facts[key]) == _shown(value) for key, value in entry.items() if key != "set")
-
-
-def _specials(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found, where = table.get("special") or [], f"special of {_name(table)}"
-    if not isinstance(found, list):
-        raise UserError(f"study: {where} is {type(found).__name__}, allowed is a list of mappings")
-    for entry in found:
-        _known(entry, SPECIAL_KEYS | set(table.get("grid") or {}), where)
-    return found
-
-
-def _special(table: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """The overrides of all entries that fit this combination."""
-    found: list[str] = []
-    for entry in _specials(table):
-        if _fits(entry, facts):
-            found += _texts(entry.get("set"), f"special of {_name(table)}")
-    return found
-
-
-def _texts(given: Any, where: str) -> list[str]:
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        raise UserError(f"study: {where} is {type(given).__name__}, allowed is a list of key=value")
-    return [str(text) for text in given]
-
-
-def _known(mapping: Mapping[str, Any], keys: Collection[str], where: str) -> None:
-    if not isinstance(mapping, Mapping):
-        raise UserError(f"study: {where} is {type(mapping).__name__}, allowed is a mapping")
-    for key in mapping:
-        if key not in keys:
-            raise unknown(where, str(key), keys)

@@ -1,4 +1,4 @@
-"""Runs in other processes: one folder for one owner, a GPU each where there are several, and no child that outlives its parent."""
+"""Runs in worker processes: one owner per folder, one GPU per worker where there are several, and no worker that outlives its parent."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder, made if it is missing, for this process alone."""
+    """Create the folder if it is missing and lock it for this process."""
     make_folder(folder)
     with take_lock(folder, "--out"):
         yield
@@ -34,40 +34,39 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out: {folder} cannot be a folder ({error.strerror})") from None
+        raise UserError(f"--out: cannot create the folder {folder} ({error.strerror}).") from None
 
 
 def environment_of(place: int, jobs: int) -> dict[str, str]:
-    """Of the child at one of `jobs` places: one of the GPUs that this process was given, or its share of the cores."""
-    found, gpus = os.environ.copy(), torch.cuda.device_count()
+    """Return the environment of worker number `place` of `jobs`: one of this process's GPUs, or its share of the cores."""
+    environment, gpus = os.environ.copy(), torch.cuda.device_count()
     if gpus > 1:
-        given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()] or [str(i) for i in range(gpus)]
-        found["CUDA_VISIBLE_DEVICES"] = given[place % min(gpus, len(given))]
+        names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()] or [str(i) for i in range(gpus)]
+        environment["CUDA_VISIBLE_DEVICES"] = names[place % min(gpus, len(names))]
     else:
-        found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    return found
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    return environment
 
 
-class Worker:
-    """A process that stays for one task after another, so that what it has imported and compiled serves them all; it starts with the first.
+class ProcessWorker:
+    """A process that runs one task after another, so that imports and compiled code are reused. It starts with its first task.
 
-    `command`: a program that calls `work`. One that ended on the way is told by the task that it was at, and the next task has a new one."""
+    `command`: a program that calls `serve`. If it dies, its task raises ChildProcessError and the next task starts a new process."""
 
     def __init__(self, command: list[str], place: int = 0, jobs: int = 1) -> None:
-        """The worker at one of `jobs` places."""
         self.command, self.place, self.jobs = command, place, jobs
         self._process: subprocess.Popen[str] | None = None
         self._busy = self._closed = False
-        self._guard = threading.Lock()  # of the three: a worker may be closed while it starts
+        self._guard = threading.Lock()  # protects the three above: close may be called while the process starts
 
     def do(self, task: Any) -> Any:
-        """What the program answers; both as JSON. ChildProcessError: its process ended, with the last that it said."""
+        """Return the program's answer to a task, both as JSON. Raises ChildProcessError with its last line of stderr if the process ends."""
         with self._guard:
             if self._process is None:
                 self._process = self._start()
             process, answer, self._busy = self._process, "", True
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError, ValueError):  # ended, or closed by who is closing this worker
+        with suppress(BrokenPipeError, ValueError):  # it died, or another thread closed this worker
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
@@ -76,7 +75,7 @@ class Worker:
             return json.loads(answer)
         self._process = None
         code = self._end(process)
-        raise ChildProcessError(next((line.strip() for line in reversed(self._said) if line.strip()), f"the process ended with {code}"))
+        raise ChildProcessError(next((line.strip() for line in reversed(self._stderr) if line.strip()), f"the process ended with {code}"))
 
     def _start(self) -> "subprocess.Popen[str]":
         if self._closed:
@@ -84,19 +83,19 @@ class Worker:
         pipe = subprocess.PIPE
         environment = environment_of(self.place, self.jobs)
         process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-        self._said: deque[str] = deque(maxlen=20)  # of its stderr
-        self._reader = threading.Thread(target=self._said.extend, args=(process.stderr,), daemon=True)
+        self._stderr: deque[str] = deque(maxlen=20)  # last lines
+        self._reader = threading.Thread(target=self._stderr.extend, args=(process.stderr,), daemon=True)
         self._reader.start()
         return process
 
     def retire(self) -> None:
-        """An idle process ends by itself, one at work is killed; another task would have a new one."""
+        """End the process: an idle one by closing its stdin, a busy one by killing it. The next task starts a new one."""
         with self._guard:
             process, self._process, busy = self._process, None, self._busy
         if process is None:
             return
         if busy:
-            process.kill()  # who waits for its answer sees the end, and does the rest
+            process.kill()  # the thread in `do` sees the end of the process and cleans up
         else:
             self._end(process)
 
@@ -111,7 +110,7 @@ class Worker:
             code = process.wait()
         process.stdout.close()
         self._reader.join(timeout=10)
-        if not self._reader.is_alive():  # else a process that the worker started still holds the other end
+        if not self._reader.is_alive():  # else a grandchild still holds the other end, and close would wait for it
             process.stderr.close()
         return code
 
@@ -120,47 +119,48 @@ class Worker:
         self.retire()
 
 
-class Workers:
-    """As many at a time as there are places. After an interrupt none of them outlives it: what a run has kept, the next one goes on from."""
+class WorkerPool:
+    """`jobs` workers in parallel. An interrupt ends them all; the next start resumes from their checkpoints."""
 
     def __init__(self, command: list[str], jobs: int) -> None:
-        self.all = [Worker(command, place, jobs) for place in range(jobs)]
+        self.workers = [ProcessWorker(command, place, jobs) for place in range(jobs)]
 
-    def each(self, do: Callable[[Worker, Task], Answer], tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
-        """Every task with what `do` makes of it with the worker that is free, in their order."""
-        idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self.all:
+    def map(self, do: Callable[[ProcessWorker, Task], Answer], tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
+        """Yield (task, answer) in the order of the tasks; each runs on the next idle worker."""
+        idle: SimpleQueue[ProcessWorker] = SimpleQueue()
+        for worker in self.workers:
             idle.put(worker)
 
-        def with_one(task: Task) -> Answer:
+        def on_idle_worker(task: Task) -> Answer:
             worker = idle.get()
             try:
                 return do(worker, task)
             finally:
                 idle.put(worker)
 
-        with ThreadPoolExecutor(len(self.all)) as pool:
+        with ThreadPoolExecutor(len(self.workers)) as pool:
             try:
-                running = [(task, pool.submit(with_one, task)) for task in tasks]
+                running = [(task, pool.submit(on_idle_worker, task)) for task in tasks]
                 for task, future in running:
                     while not wait([future], timeout=1.0).done:
-                        continue  # an interrupt just before the wait would be seen at its end
+                        continue  # an endless wait could miss an interrupt that comes just before it
                     yield task, future.result()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # nothing new is begun
+                pool.shutdown(wait=False, cancel_futures=True)
                 self.close()
                 raise
 
     def close(self) -> None:
-        for worker in self.all:
+        for worker in self.workers:
             worker.close()
 
 
-def work(do: Callable[[Any], Any]) -> None:
-    """The other side of a `Worker`: tasks by stdin, answers by stdout. It ends when stdin is closed: at once where it is at work, as its parent is
-    gone then."""
+def serve(do: Callable[[Any], Any]) -> None:
+    """Be the process of a `ProcessWorker`: read tasks from stdin, write answers to stdout, end when stdin closes.
+
+    A closed stdin during a task means that the parent is gone, so the process ends at once."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a task prints is no answer
+    os.dup2(2, 1)  # what a task prints goes to stderr, not among the answers
     tasks: SimpleQueue[Any] = SimpleQueue()
     idle = threading.Event()
     idle.set()
@@ -177,6 +177,6 @@ def work(do: Callable[[Any], Any]) -> None:
     while (task := tasks.get()) is not None:
         answer = do(task)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # between tasks its memory is the others'
+            torch.cuda.empty_cache()  # between tasks, other processes may use the memory
         idle.set()
         print(json.dumps(answer), file=answers, flush=True)

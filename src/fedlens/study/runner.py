@@ -1,7 +1,7 @@
-"""`fedlens study NAME`: execute what a plan lacks. Finished runs are skipped, interrupted ones go on, failed ones are told and retried on demand.
+"""`fedlens study NAME`: execute the missing runs of a plan. Finished runs are skipped, interrupted ones resume, failed ones are retried with --retry.
 
-A study is a folder: runs/EXPERIMENT-HASH for every configuration, analyses/ of finished runs, and study.json, which says how they belong
-together (results.py reads it). Killed at any moment and started again, it ends with the same tables.
+A study is a folder: runs/EXPERIMENT-HASH per configuration, analyses/ of finished runs, and study.json, which maps tables and cells to runs
+(results.py reads it). A study that is killed and started again ends with the same tables.
 """
 
 import json
@@ -12,290 +12,289 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
 from fedlens.overrides import from_file, to_yaml
 from fedlens.runs.cache import CACHE
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_atomic, write_json
-from fedlens.study.analyses import wanted
-from fedlens.study.archive import runs_of
-from fedlens.study.plan import Cell, Plan, Planned, changed
-from fedlens.study.processes import Worker, Workers, locked, work
+from fedlens.study.analyses import planned_analyses
+from fedlens.study.archive import run_names
+from fedlens.study.plan import Plan, PlanCell, PlannedRun, changed
+from fedlens.study.processes import ProcessWorker, WorkerPool, locked, serve
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study
-from fedlens.study.tune import FAILED, Climb, climbs, settled
+from fedlens.study.tune import FAILED, LineSearch, line_searches, with_chosen_values
 from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
-TUNING = "tuning: "  # begins what is said of cells whose search was stopped
+TUNING = "tuning: "  # prefix of the failures of cells whose search was interrupted
 
 
 class Study:
+    """A plan, its folder and its progress."""
+
     def __init__(
         self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False, tables: Sequence[str] = (), replace: bool = False
     ) -> None:
-        """`tables`: only what these need is run; none: all. `replace`: also where the folder has finished runs that the plan lacks."""
-        self.asked, self.folder, self.jobs, self.replace = plan, folder, jobs, replace
+        """Read the state of a study. `tables`: run only these (none: all). `replace`: accept a folder with finished runs that the plan lacks."""
+        self.untuned, self.folder, self.jobs, self.replace = plan, folder, jobs, replace
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
-        self.workers = Workers([sys.executable, "-m", "fedlens.study.runner"], jobs)
+        self.pool = WorkerPool([sys.executable, "-m", "fedlens.study.runner"], jobs)
         names = [table.name for table in plan.tables]
         if wrong := [name for name in tables if name not in names]:
             raise unknown("--table", wrong[0], names)
         self.tables = set(tables or names)
-        told = {} if retry else _read(folder / STUDY_FILE)
-        self.unfit: dict[str, str] = told.get("unfit", {})  # trial that failed -> why
-        self._settle()
-        known = told.get("failures", {})
-        lacking = {p.name for p in self.plan.runs if not self.finished(p)}
-        lacking |= {w.file for w in self.wanted if not (folder / w.file).is_file()}
-        self.failures: dict[str, str] = {name: why for name, why in known.items() if name in lacking}  # run or analysis -> why
+        before = {} if retry else _read(folder / STUDY_FILE)
+        self.failed_trials: dict[str, str] = before.get("unfit", {})  # run -> reason
+        self._apply_tuning()
+        missing = {p.name for p in self.plan.runs if not self.finished(p)}
+        missing |= {a.file for a in self.analyses if not (folder / a.file).is_file()}
+        self.failures: dict[str, str] = {name: why for name, why in before.get("failures", {}).items() if name in missing}
 
-    def _settle(self) -> None:
-        """The plan as far as finished trials decide it."""
-        self.climbs = climbs(self.asked, self._score)
-        self.plan = settled(self.asked, self.climbs)
-        self.wanted = wanted(self.plan)
+    def _apply_tuning(self) -> None:
+        """Update the plan with the values that the finished trials decide."""
+        self.searches = line_searches(self.untuned, self._score)
+        self.plan = with_chosen_values(self.untuned, self.searches)
+        self.analyses = planned_analyses(self.plan)
 
-    def _score(self, trial: Planned) -> float | None:
-        if trial.name in self.unfit:
+    def _score(self, trial: PlannedRun) -> float | None:
+        if trial.name in self.failed_trials:
             return FAILED
         return float(read_summary(self.path(trial))["val_accuracy"]) if self.finished(trial) else None
 
-    def path(self, planned: Planned) -> Path:
+    def path(self, planned: PlannedRun) -> Path:
         return self.folder / "runs" / planned.name
 
-    def finished(self, planned: Planned) -> bool:
+    def finished(self, planned: PlannedRun) -> bool:
         return is_finished(self.path(planned))
 
-    def missing(self) -> list[Planned]:
-        """Each configuration once, in the order of the plan; known failures only when a retry was asked for."""
-        unique = {planned.name: planned for planned in self.plan.runs if planned.cell.table in self.tables}
-        return [p for p in unique.values() if not self.finished(p) and p.name not in self.failures]
+    def selected(self) -> list[PlannedRun]:
+        """Return the runs of the selected tables: each configuration once, in the order of the plan."""
+        return list({planned.name: planned for planned in self.plan.runs if planned.cell.table in self.tables}.values())
+
+    def missing(self) -> list[PlannedRun]:
+        """Return the selected runs that are neither finished nor known to fail."""
+        return [p for p in self.selected() if not self.finished(p) and p.name not in self.failures]
 
     def run(self) -> StudyResult:
         with locked(self.folder):
-            self._check_folder()
+            lost = [] if self.replace else self.lost_runs()
+            if lost:
+                raise UserError(
+                    f"--out: {self.folder} has {len(lost)} finished runs that this plan lacks, such as {lost[0]}; "
+                    "choose another --out, or --replace to leave them out of the tables."
+                )
             try:
                 return self._run()
             finally:
-                self.workers.close()
+                self.pool.close()
 
-    def _check_folder(self) -> None:
-        """A plan that grew, or that is tuned further, goes on; one that would leave finished runs out of the tables has to say so."""
-        lost = [] if self.replace else self._lost()
-        if lost:
-            raise UserError(
-                f"--out: {self.folder} has {len(lost)} finished runs that this plan lacks, such as {lost[0]}; "
-                "allowed is another --out, or --replace, which leaves them out of the tables"
-            )
-
-    def _lost(self) -> list[str]:
-        """Finished runs that study.json names and the plan has not, at no value of what it tunes."""
-        planned = {p.name for p in self.plan.runs} | {name for climb in self.climbs for name in climb.told()["runs"]}
-        named = dict.fromkeys(runs_of(_read(self.folder / STUDY_FILE)))
+    def lost_runs(self) -> list[str]:
+        """Return the finished runs in study.json that the plan lacks. Runs that differ only in the value of a tuned key are not lost."""
+        planned = {p.name for p in self.plan.runs} | {name for search in self.searches for name in search.metadata()["runs"]}
+        named = dict.fromkeys(run_names(_read(self.folder / STUDY_FILE)))
         lacking = [name for name in named if name not in planned and is_finished(self.folder / "runs" / name)]
-        known = self._at_their_own_values() if lacking else set()
-        return [name for name in lacking if not known & self._known_by(name)]
+        known = self._identities_at_defaults() if lacking else set()
+        return [name for name in lacking if not known & self._identities_of(name)]
 
-    def _at_their_own_values(self) -> set[str]:
-        """Cells that are tuned and their trials, whichever value is chosen."""
-        cells = [changed(p.config, t.key, t.own) for t in self.asked.tunes for p in self.asked.runs if p.cell in t.cells]
-        return {identity(config) for config in (*cells, *(t.short for t in self.asked.tunes))}
+    def _identities_at_defaults(self) -> set[str]:
+        """Return the identities of tuned cells and their trials with every tuned key at its default."""
+        specs = self.untuned.tuning
+        cells = [changed(p.config, s.key, s.default) for s in specs for p in self.untuned.runs if p.cell in s.cells]
+        return {identity(config) for config in (*cells, *(s.base for s in specs))}
 
-    def _known_by(self, name: str) -> set[str]:
-        """What a run would be known by at the own value of each cell that is tuned."""
+    def _identities_of(self, name: str) -> set[str]:
+        """Return the identities that a run would have at the default of each tuned key."""
         try:
             config = from_file(self.folder / "runs" / name / "config.yaml")
         except UserError:
             return set()
-        return {identity(changed(config, key, own)) for key, own in {(t.key, t.own) for t in self.asked.tunes}}
+        return {identity(changed(config, key, value)) for key, value in {(s.key, s.default) for s in self.untuned.tuning}}
 
     def _run(self) -> StudyResult:
-        self._tell()  # a report of what is there can be made, and kept, at any time
+        self._write_study_file()  # so that a report can be made at any time
         with _cache(self.folder / "cache"):
             self._tune()
-        todo = self.missing()
-        total = len({p.name for p in self.plan.runs if p.cell.table in self.tables})
-        log.info("study %s on %s: %d runs, %d of them to do", self.plan.name, self.plan.place, total, len(todo))
-        self._tell()
+        todo, total = self.missing(), len(self.selected())
+        log.info("study %s on %s: %d runs, %d to do", self.plan.name, self.plan.place, total, len(todo))
+        self._write_study_file()
         with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo), lines=True) as bar:
-            for planned, error in self._executed(todo):
-                self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", error)
+            for planned, error in self._execute(todo):
+                label = f"{planned.cell.label}, seed {planned.seed}"
+                self._note(planned.name, label, error)
                 if error is None:
-                    shutil.rmtree(
-                        self.path(planned) / CHECKPOINTS, ignore_errors=True
-                    )  # what a finished run needs is in its model.safetensors
-                bar.advance(1, f"{planned.cell.label}, seed {planned.seed}{self._came_to(planned)}")
+                    shutil.rmtree(self.path(planned) / CHECKPOINTS, ignore_errors=True)
+                bar.advance(1, f"{label}{self._result_text(planned)}")
         self._analyse()
-        self._tell()
+        self._write_study_file()
         return read_study(self.folder)
 
     def _tune(self) -> None:
-        """Trials until every cell that is to be tuned has its value. Of a trial only its numbers are kept. One that the device or the disk stopped
-        says nothing about its value: its cell is not run, and the next start tries it again."""
-        stopped: dict[str, str] = {}
+        """Run trials until every selected cell has its value; keep their numbers and delete their weights.
+
+        A failure of the device or the disk does not count against a value: its cell is skipped, and the next start tries it again."""
+        interrupted: dict[str, str] = {}  # trial -> reason
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
-        while going := [c for c in self.climbs if c.next and c.tune.cell.table in self.tables and not self._halted(c, stopped)]:
-            tries = [(climb.tune, k) for climb in going for k in climb.next]
-            todo = {tune.trial(k).name: tune.trial(k) for tune, k in tries}
-            value = {tune.trial(k).name: f"{tune.key} {tune.value(k):g}" for tune, k in tries}
-            log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(todo), len(going))
-            with progress_bar("tuning", len(todo), lines=True) as bar:
-                for trial, error in self._executed(list(todo.values())):
-                    if isinstance(error, Broken):
-                        stopped[trial.name] = error
+        while active := [
+            s for s in self.searches if s.next and s.spec.cell.table in self.tables and not self._interruption(s, interrupted)
+        ]:
+            trials = {(trial := s.spec.trial(k)).name: (trial, f"{s.spec.key} {s.spec.value(k):g}") for s in active for k in s.next}
+            values = {name: value for name, (_, value) in trials.items()}
+            log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(trials), len(active))
+            with progress_bar("tuning", len(trials), lines=True) as bar:
+                for trial, error in self._execute([trial for trial, _ in trials.values()]):
+                    if isinstance(error, Retryable):
+                        interrupted[trial.name] = error
                     elif error is not None:
-                        self.unfit[trial.name] = error
+                        self.failed_trials[trial.name] = error
                     else:
-                        shutil.rmtree(self.path(trial) / CHECKPOINTS, ignore_errors=True)
-                        for weights in self.path(trial).glob("*.safetensors"):
-                            weights.unlink()
-                    self._settle()
-                    self._tell()
-                    bar.advance(1, f"{trial.cell.label}, {value[trial.name]}{self._came_to(trial)}")
-        for climb in self.climbs:
-            why = self._halted(climb, stopped)
-            if why is None and climb.value is None and not climb.next:
-                why = f"no value of {climb.tune.key} trains; tried {', '.join(f'{climb.tune.value(k):g}' for k in sorted(climb.tried))}"
-            if why is not None:
-                for planned in self.plan.runs:
-                    if planned.cell in climb.tune.cells and planned.name not in self.failures:
-                        self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
+                        remove_weights(self.path(trial))
+                    self._apply_tuning()
+                    self._write_study_file()
+                    bar.advance(1, f"{trial.cell.label}, {values[trial.name]}{self._result_text(trial)}")
+        self._note_untuned(interrupted)
 
-    def _halted(self, climb: Climb, stopped: Mapping[str, str]) -> str | None:
-        """Why this cell's search cannot go on now."""
-        return next((f"{TUNING}{stopped[t.name]}" for t in map(climb.tune.trial, climb.next) if t.name in stopped), None)
+    def _note_untuned(self, interrupted: Mapping[str, str]) -> None:
+        """Record a failure for the runs of every cell whose search has no value."""
+        for search in self.searches:
+            spec, why = search.spec, self._interruption(search, interrupted)
+            if why is None and search.value is None and not search.next:
+                why = f"no value of {spec.key} trains; tried {', '.join(f'{spec.value(k):g}' for k in sorted(search.tried))}"
+            for planned in self.plan.runs if why is not None else ():
+                if planned.cell in spec.cells and planned.name not in self.failures:
+                    self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
 
-    def _came_to(self, planned: Planned) -> str:
-        """ ": 89.15 % on the test set, 58 s" of a run that is finished."""
-        summary = _read(self.path(planned) / "summary.json")
-        found = [
-            (summary[key], name)
-            for key, name in (("test_accuracy", "the test set"), ("val_accuracy", "validation"))
-            if summary.get(key) is not None
-        ]
-        return f": {100 * found[0][0]:.2f} % on {found[0][1]}, {summary['seconds']:.0f} s" if found else ""
+    def _interruption(self, search: LineSearch, interrupted: Mapping[str, str]) -> str | None:
+        """Return why this search cannot go on now, or None."""
+        names = [search.spec.trial(k).name for k in search.next]
+        return next((f"{TUNING}{interrupted[name]}" for name in names if name in interrupted), None)
+
+    def _result_text(self, planned: PlannedRun) -> str:
+        """Return ": 89.15 % on the test set, 58 s" for a finished run, else nothing."""
+        summary = _read(self.path(planned) / SUMMARY_FILE)
+        for key, name in (("test_accuracy", "the test set"), ("val_accuracy", "validation")):
+            if summary.get(key) is not None:
+                return f": {100 * summary[key]:.2f} % on {name}, {summary['seconds']:.0f} s"
+        return ""
 
     def _note(self, name: str, label: str, error: str | None) -> None:
         if error is not None:
             self.failures[name] = error
             log.error("%s: %s", label, error)
-            self._tell()
+            self._write_study_file()
 
     def _analyse(self) -> None:
-        todo = [w for w in self.wanted if not (self.folder / w.file).is_file() and w.file not in self.failures]
-        todo = [w for w in todo if all(self.finished(planned) for planned in w.runs)]
-        without = [w for w in todo if not all((self.path(planned) / MODEL_FILE).is_file() for planned in w.runs)]
+        todo = [a for a in self.analyses if not (self.folder / a.file).is_file() and a.file not in self.failures]
+        todo = [a for a in todo if all(self.finished(planned) for planned in a.runs)]
+        without = [a for a in todo if not all((self.path(planned) / MODEL_FILE).is_file() for planned in a.runs)]
         if without:
-            log.info("%d analyses are left out: the weights of their runs are not in %s", len(without), self.folder)
-        todo = [w for w in todo if w not in without]
-        with progress_bar("analyses", len(self.wanted), len(self.wanted) - len(todo), lines=True) as bar:
-            for each in todo:
-                (self.folder / each.file).parent.mkdir(exist_ok=True)
+            log.info("%d analyses are skipped: the weights of their runs are not in %s", len(without), self.folder)
+        todo = [a for a in todo if a not in without]
+        with progress_bar("analyses", len(self.analyses), len(self.analyses) - len(todo), lines=True) as bar:
+            for analysis in todo:
+                file = self.folder / analysis.file
+                file.parent.mkdir(exist_ok=True)
                 with quiet():
-                    error = _attempt(lambda each=each: write_json(self.folder / each.file, each.measure(self.folder / "runs")))  # type: ignore[misc]
-                self._note(each.file, f"{each.title}, seed {each.seed}", error)
-                bar.advance(1, f"{each.title}, seed {each.seed}")
+                    error = _attempt(lambda a=analysis, file=file: write_json(file, a.measure(self.folder / "runs")))  # type: ignore[misc]
+                self._note(analysis.file, f"{analysis.title}, seed {analysis.seed}", error)
+                bar.advance(1, f"{analysis.title}, seed {analysis.seed}")
 
-    def _tell(self) -> None:
-        """study.json: what was planned. Run folders and analyses are found by what it says."""
-        cells: dict[Cell, dict[int, str]] = {}
+    def _write_study_file(self) -> None:
+        """Write study.json: the plan, and the names of its runs and analyses."""
+        cells: dict[PlanCell, dict[int, str]] = {}
         for planned in self.plan.runs:
             cells.setdefault(planned.cell, {})[planned.seed] = planned.name
-        told = {
+        rows = {cell: {"label": cell.label, "case": cell.case, "values": dict(cell.values), "runs": runs} for cell, runs in cells.items()}
+        tables = [{**asdict(t), "cells": [row for cell, row in rows.items() if cell.table == t.name]} for t in self.plan.tables]
+        content = {
             "name": self.plan.name,
             "place": self.plan.place,
             "question": self.plan.question,
-            "tables": [
-                {
-                    **asdict(table),
-                    "cells": [
-                        {"label": cell.label, "case": cell.case, "values": dict(cell.values), "runs": runs}
-                        for cell, runs in cells.items()
-                        if cell.table == table.name
-                    ],
-                }
-                for table in self.plan.tables
-            ],
-            "analyses": [
-                {"kind": w.kind, "title": w.title, "labels": w.labels, "seed": w.seed, "options": w.options, "file": w.file}
-                for w in self.wanted
-            ],
-            "tuned": [climb.told() for climb in self.climbs],
-            "unfit": self.unfit,
+            "tables": tables,
+            "analyses": [{key: getattr(a, key) for key in ("kind", "title", "labels", "seed", "options", "file")} for a in self.analyses],
+            "tuned": [search.metadata() for search in self.searches],
+            "unfit": self.failed_trials,
             "failures": self.failures,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / STUDY_FILE, told)
+        write_json(self.folder / STUDY_FILE, content)
 
-    def _executed(self, todo: Sequence[Planned]) -> Iterator[tuple[Planned, str | None]]:
-        """Each run with what went wrong, in the order of the plan. One at a time in this process; more in as many other processes, one a GPU where
-        there are several."""
+    def _execute(self, todo: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, str | None]]:
+        """Yield each run with its error, in the order of the plan. One job runs in this process, several in worker processes."""
         if self.jobs == 1:
-            for planned in todo:
-                yield planned, _attempt(partial(self._here, planned))
-            return
-        yield from self.workers.each(lambda worker, planned: _attempt(partial(self._apart, planned, worker)), todo)
+            yield from ((planned, _attempt(lambda planned=planned: self._execute_in(None, planned))) for planned in todo)  # type: ignore[misc]
+        else:
+            yield from self.pool.map(lambda worker, planned: _attempt(lambda: self._execute_in(worker, planned)), todo)
 
-    def _prepared(self, planned: Planned) -> None:
+    def _prepare(self, planned: PlannedRun) -> None:
         summary = self.path(planned) / SUMMARY_FILE
         if summary.is_file() and not self.finished(planned):
-            log.warning("%s is damaged: its run is done again", summary)
+            log.warning("%s is damaged: its run is repeated", summary)
             summary.rename(summary.with_name(f"{SUMMARY_FILE}.damaged"))
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
         planned.config.run.progress = False
 
-    def _here(self, planned: Planned) -> None:
-        self._prepared(planned)
-        with quiet():
-            execute(planned.config)
-
-    def _apart(self, planned: Planned, worker: Worker) -> None:
-        self._prepared(planned)
-        wanted = self.folder / "configs" / f"{planned.name}.yaml"
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(wanted, to_yaml(planned.config))
-        told = worker.do(str(wanted))
-        if told and told["broken"]:
-            worker.retire()  # a device that failed may fail for all that comes after
-        if told:
-            raise (ChildProcessError if told["broken"] else UserError)(told["error"])
+    def _execute_in(self, worker: ProcessWorker | None, planned: PlannedRun) -> None:
+        self._prepare(planned)
+        if worker is None:
+            with quiet():
+                execute(planned.config)
+        elif failure := worker.do(write_config(self.folder, planned.name, planned.config)):
+            if failure["broken"]:
+                worker.retire()  # a failed device may fail for later runs of the same process too
+            raise (ChildProcessError if failure["broken"] else UserError)(failure["error"])
 
 
-class Broken(str):
-    """What the device or the disk said: another time it may go well."""
+def write_config(folder: Path, name: str, config: Config) -> str:
+    """Write a configuration for a worker process; return the file's path."""
+    file = folder / "configs" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, to_yaml(config))
+    return str(file)
+
+
+class Retryable(str):
+    """The message of a failure of the device or the disk, which a later attempt may not have."""
 
     __slots__ = ()
 
 
 def _attempt(work: Callable[[], None]) -> str | None:
+    """Do the work; return the message of its error, or None."""
     try:
         work()
     except (Elsewhere, ChildProcessError) as error:
-        return Broken(error)
+        return Retryable(error)
     except UserError as error:
         return str(error)
-    except (RuntimeError, OSError) as error:  # told, and the others go on
-        return Broken(f"{type(error).__name__}: {first_line(error)}")
+    except (RuntimeError, OSError) as error:
+        return Retryable(f"{type(error).__name__}: {first_line(error)}")
     return None
+
+
+def remove_weights(run: Path) -> None:
+    """Delete the checkpoints and models of a finished run."""
+    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    for file in run.glob("*.safetensors"):
+        file.unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    """Features and masks are computed once for all runs, those in other processes included; a folder that the user named stays."""
+    """Share features and masks between all runs, including those in worker processes, unless the user has set a cache folder."""
     if CACHE in os.environ:
         yield
         return
@@ -308,7 +307,7 @@ def _cache(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A run's own lines go to its log.txt; the study's are enough for the screen."""
+    """Show only warnings of a run on the screen; all its lines go to its log.txt."""
     screens = [h for h in log.handlers if type(h) is logging.StreamHandler]
     levels = [h.level for h in screens]
     for handler in screens:
@@ -320,19 +319,19 @@ def quiet() -> Iterator[None]:
             handler.setLevel(level)
 
 
-def study_folder(plan: Plan, given: str | None) -> Path:
-    return Path(given) if given else Path("studies") / f"{plan.name}-{plan.place}"
+def study_folder(plan: Plan, out: str | None) -> Path:
+    return Path(out) if out else Path("studies") / f"{plan.name}-{plan.place}"
 
 
-def _told(config: str) -> dict[str, Any] | None:
-    """In another process: one run, and what went wrong."""
+def _execute_file(config: str) -> dict[str, Any] | None:
+    """Execute one run in a worker process; return its error."""
 
     def run() -> None:
         execute(from_file(Path(config)))
 
     error = _attempt(run)
-    return None if error is None else {"error": error, "broken": isinstance(error, Broken)}
+    return None if error is None else {"error": error, "broken": isinstance(error, Retryable)}
 
 
 if __name__ == "__main__":
-    work(_told)
+    serve(_execute_file)

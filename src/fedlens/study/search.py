@@ -1,17 +1,16 @@
-"""`fedlens search NAME`: hyper-parameters by TPE (Bergstra et al., 2011) under Optuna, over a space (search_space.py).
+"""`fedlens search NAME`: search hyper-parameters by TPE (Bergstra et al., 2011) with Optuna, over a space (search_space.py).
 
-The default configuration is trial 0. A trial's value is the best validation accuracy of its evaluations: that of the model that the run would keep.
-A trial that is below the median of the complete ones at an evaluation is pruned. The test set is not read (train.test=false).
+The default configuration is trial 0. A trial's value is its best validation accuracy, that of the model that the run would keep. A trial below the
+median of the complete ones at an evaluation is pruned. The test set is not read (train.test=false).
 
-A search is a folder: search.db (Optuna's SQLite), runs/EXPERIMENT-HASH without weights, and search.json (results.py reads it). What a trial
-tries is a function of (seed, its number, the trials before it): killed at any moment and started again, a search with one job ends with the same
-search.json; asked for more trials, it goes on. The same configuration is trained once, however often it is tried.
+A search is a folder: search.db (Optuna's SQLite), runs/EXPERIMENT-HASH without weights, and search.json (results.py reads it). The values of a trial
+depend on (seed, its number, the trials before it), so a search with one job that is killed and started again ends with the same search.json. With
+more trials it continues. A configuration that several trials share is trained once.
 """
 
 import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,47 +19,47 @@ from typing import Any
 
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, first_line
-from fedlens.overrides import from_file, to_yaml
+from fedlens.overrides import from_file
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, read_metrics, write_atomic, write_json
+from fedlens.runs.store import read_metrics, write_json
 from fedlens.seeding import key as keyed
-from fedlens.study.processes import Worker, Workers, locked, work
+from fedlens.study.processes import ProcessWorker, WorkerPool, locked, serve
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
-from fedlens.study.runner import quiet
+from fedlens.study.runner import quiet, remove_weights, write_config
 from fedlens.study.search_space import Dimension, Space, as_overrides
 from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
 DATABASE = "search.db"
-RANDOM_TRIALS = 8  # before TPE has enough to go by
+RANDOM_TRIALS = 8  # before TPE has enough data
 
 
 def optuna() -> Any:
     try:
-        import optuna as found
+        import optuna as module
     except ImportError:
-        raise UserError("search: optuna is not installed; install it with: pip install 'fedlens[search]'") from None
-    found.logging.set_verbosity(found.logging.WARNING)
-    return found
+        raise UserError("search: optuna is not installed; install it with: pip install 'fedlens[search]'.") from None
+    module.logging.set_verbosity(module.logging.WARNING)
+    return module
 
 
 class Pruned(Exception):
-    """Ends a trial that is not worth its remaining evaluations."""
+    """Ends a trial that is worse than the median."""
 
 
-class Watch:
-    """Sees a trial's lines of metrics: every evaluation goes to Optuna, whose pruner may end the run."""
+class PruningTracker:
+    """Reports each evaluation of a run to Optuna, whose pruner may end the run."""
 
     def __init__(self, trial: Any, config: Config) -> None:
         self.trial, self.config = trial, config
-        self.seen: dict[int, float] = {}  # step -> validation accuracy
+        self.accuracies: dict[int, float] = {}  # step -> validation accuracy
 
     def log(self, metrics: Mapping[str, float], step: int, prune: bool = True) -> None:
-        if "val_accuracy" not in metrics or step in self.seen:  # a run that goes on writes again what came after its checkpoint
+        if "val_accuracy" not in metrics or step in self.accuracies:  # a resumed run repeats the steps after its checkpoint
             return
-        self.trial.report(metrics["val_accuracy"], len(self.seen))
-        self.seen[step] = metrics["val_accuracy"]
+        self.trial.report(metrics["val_accuracy"], len(self.accuracies))
+        self.accuracies[step] = metrics["val_accuracy"]
         is_last = metrics.get("round", 0) >= self.config.federated.rounds or metrics.get("epoch", 0) >= self.config.train.epochs
         if prune and not is_last and self.trial.should_prune():
             raise Pruned
@@ -69,32 +68,33 @@ class Watch:
         return
 
 
-def conduct(trial: Any, config: Config, path: Path) -> dict[str, Any]:
-    """Train what a trial asks for, or what is missing of it: {state: complete | pruned | failed | stopped, value, why, broken}. Its weights are not kept.
-    `broken`: it was the device or torch that failed, and may fail for all that comes after in this process."""
-    watch, finished = Watch(trial, config), (path / "summary.json").is_file()
+def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
+    """Run or resume a trial and delete its weights. Returns {state: complete | pruned | failed | stopped, value, why, broken}.
+
+    `broken`: the device or torch failed, and may fail for later trials of this process too."""
+    tracker, finished = PruningTracker(trial, config), (path / "summary.json").is_file()
     try:
         for line in read_metrics(path):
-            watch.log(line, line["step"], prune=not finished)
+            tracker.log(line, line["step"], prune=not finished)
         with quiet():
-            run = execute(config, watch=watch)
+            run = execute(config, watch=tracker)
         outcome = {"state": "complete", "value": run.summary["val_accuracy"], "why": None}
     except Pruned:
-        outcome = {"state": "pruned", "value": max(watch.seen.values()), "why": None}
-    except Elsewhere as error:  # says nothing of these values; what the run kept, the next start goes on from
+        outcome = {"state": "pruned", "value": max(tracker.accuracies.values()), "why": None}
+    except Elsewhere as error:  # does not count against these values: the next start resumes the run
         return {"state": "stopped", "value": None, "why": first_line(error)}
-    except (UserError, RuntimeError) as error:  # a loss that is not finite, a device that is too small
+    except (UserError, RuntimeError) as error:  # such as a loss that is not finite, or a device with too little memory
         outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
-    shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
-    for weights in path.glob("*.safetensors"):
-        weights.unlink()
+    remove_weights(path)
     return outcome
 
 
 class Search:
+    """A search in its folder."""
+
     def __init__(self, space: Space, folder: Path, *, jobs: int = 1) -> None:
         self.space, self.folder, self.jobs = space, folder, jobs
-        self.workers = Workers([sys.executable, "-m", "fedlens.study.search"], jobs)
+        self.pool = WorkerPool([sys.executable, "-m", "fedlens.study.search"], jobs)
         self.optuna = optuna()
         self.study: Any = None
 
@@ -102,38 +102,38 @@ class Search:
         with locked(self.folder):
             try:
                 self._open()
-                self._take_over()
-                self._try()
+                self._requeue_interrupted()
+                self._run_trials()
             except self.optuna.exceptions.StorageInternalError as error:
-                raise UserError(f"search: {self.folder / DATABASE} cannot be used ({first_line(error)})") from None
+                raise UserError(f"search: {self.folder / DATABASE} cannot be used ({first_line(error)}).") from None
             finally:
-                self.workers.close()
-            self._tell()
+                self.pool.close()
+            self._write()
         return read_search(self.folder)
 
     # --- the database
 
     def _open(self) -> None:
-        """Made whole under another name, with the default as its first trial, so that there is never half of one."""
+        """Open the database. A new one gets the default as its first trial under a temporary name, so that no incomplete one is ever opened."""
         file, part = self.folder / DATABASE, self.folder / f"{DATABASE}.part"
-        asked = self._asked()
+        expected: dict[str, Any] = json.loads(json.dumps(self._metadata()))
         if not file.exists():
             part.unlink(missing_ok=True)
             storage = self.optuna.storages.RDBStorage(_address(part))
             new = self.optuna.create_study(storage=storage, study_name=self.space.name, direction="maximize")
-            new.set_user_attr("asked", asked)
+            new.set_user_attr("asked", expected)
             new.enqueue_trial({dimension.key: dimension.default for dimension in self.space.dimensions})
             storage.remove_session()
             storage.engine.dispose()
             os.replace(part, file)
         self.study = open_study(self.folder)
-        there = self.study.user_attrs.get("asked")
-        if there != json.loads(json.dumps(asked)):
-            changed = [name for name in asked if not isinstance(there, dict) or there.get(name) != json.loads(json.dumps(asked[name]))]
-            raise UserError(f"--out: {self.folder} holds a search of another {' and '.join(changed)}; choose another folder")
+        stored = self.study.user_attrs.get("asked")
+        if stored != expected:
+            changed = [name for name in expected if not isinstance(stored, dict) or stored.get(name) != expected[name]]
+            raise UserError(f"--out: {self.folder} holds a search of another {' and '.join(changed)}; choose another folder.")
 
-    def _asked(self) -> dict[str, Any]:
-        """What must not change when a search goes on."""
+    def _metadata(self) -> dict[str, Any]:
+        """Return what must not change when a search continues."""
         s = self.space
         return {
             "space": {dimension.key: asdict(dimension) for dimension in s.dimensions},
@@ -142,45 +142,44 @@ class Search:
             "pruning": {"warmup": s.warmup, "startup": s.startup},
         }
 
-    def _take_over(self) -> None:
-        """Trials that were running when the last process ended: failed, and tried again with the same parameters."""
+    def _requeue_interrupted(self) -> None:
+        """Mark trials that were running when the last process ended as failed, and queue them again with the same parameters."""
         states, trials = self.optuna.trial.TrialState, self.study.get_trials(deepcopy=False)
-        again = {trial.user_attrs.get("again") for trial in trials}
+        queued = {trial.user_attrs.get("again") for trial in trials}
         for trial in trials:
             if trial.state == states.RUNNING:
                 params = trial.system_attrs.get("fixed_params") or trial.params
-                if (
-                    len(params) == len(self.space.dimensions) and trial.number not in again
-                ):  # else: not all drawn yet, and drawn again alike
+                # A trial without all of its parameters is not queued: the sampler draws the same ones again.
+                if len(params) == len(self.space.dimensions) and trial.number not in queued:
                     self.study.enqueue_trial(params, user_attrs={"again": trial.number})
                 self.study.tell(trial.number, state=states.FAIL)
 
     def finished(self) -> list[Any]:
-        """Trials that count, in their order. Optuna's failed ones are those that were interrupted; ours are pruned, with the reason."""
+        """Return the finished trials in order. Optuna's state FAIL marks interrupted trials; failed ones are PRUNED and have a reason."""
         states = self.optuna.trial.TrialState
-        found: list[Any] = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
-        return found
+        trials: list[Any] = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+        return trials
 
     # --- trials
 
-    def _try(self) -> None:
+    def _run_trials(self) -> None:
         total, done = self.space.trials, len(self.finished())
-        log.info("search %s on %s: %d trials, %d of them to do", self.space.name, self.space.place, total, max(0, total - done))
+        log.info("search %s on %s: %d trials, %d to do", self.space.name, self.space.place, total, max(0, total - done))
         with progress_bar(self.space.name, max(total, done), done, lines=True) as bar:
             while done < total:
-                asked = [self._ask(done + i) for i in range(min(self.jobs, total - done) if done else 1)]  # the default alone
-                for trial, outcome in zip(asked, self._conducted(asked), strict=True):
+                batch = [self._next_trial(done + i) for i in range(min(self.jobs, total - done) if done else 1)]  # the default runs alone
+                for trial, outcome in zip(batch, self._outcomes(batch), strict=True):
                     if outcome["state"] == "stopped":
-                        raise Elsewhere(f"search: {outcome['why']}; the same command goes on")
+                        raise Elsewhere(f"search: {outcome['why']}; the same command continues.")
                     if done == 0 and outcome["state"] == "failed":
                         raise UserError(f"search: the default configuration fails: {outcome['why']}")
-                    self._finish(trial, outcome)
+                    self._record(trial, outcome)
                     done += 1
-                self._tell()
-                bar.advance(len(asked), self._best_so_far())
+                self._write()
+                bar.advance(len(batch), self._best_so_far())
 
-    def _ask(self, number: int) -> Any:
-        """The next trial. Its randomness is keyed by its number, like all of ours."""
+    def _next_trial(self, number: int) -> Any:
+        """Sample the next trial. Its randomness is keyed by its number."""
         seed = keyed(self.space.seed, "search", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, n_startup_trials=RANDOM_TRIALS)
         return self.study.ask({d.key: self._distribution(d) for d in self.space.dimensions})
@@ -193,17 +192,17 @@ class Search:
             return kinds.IntDistribution(int(d.low), int(d.high), log=d.log, step=int(d.step or 1))
         return kinds.FloatDistribution(d.low, d.high, log=d.log, step=d.step)
 
-    def _conducted(self, asked: Sequence[Any]) -> list[dict[str, Any]]:
-        """What became of each. Several at a time run in processes of their own, and the next ones wait for them: their order decides nothing."""
+    def _outcomes(self, batch: Sequence[Any]) -> list[dict[str, Any]]:
+        """Run a batch of trials. Several run in worker processes, and the next batch waits for all, so that their timing has no effect."""
         try:
-            wanted = [self._configuration(trial) for trial in asked]
-        except UserError as error:  # values that are each allowed, but not together
-            if len(asked) > 1:
-                return [outcome for trial in asked for outcome in self._conducted([trial])]
+            configs = [self._configuration(trial) for trial in batch]
+        except UserError as error:  # values that are valid alone, but not together
+            if len(batch) > 1:
+                return [outcome for trial in batch for outcome in self._outcomes([trial])]
             return [{"state": "failed", "value": None, "why": str(error)}]
-        if len(asked) == 1:
-            return [conduct(asked[0], wanted[0], Path(wanted[0].run.dir or ""))]
-        return [outcome for _, outcome in self.workers.each(self._apart, list(zip(asked, wanted, strict=True)))]
+        if len(batch) == 1:
+            return [run_trial(batch[0], configs[0], Path(configs[0].run.dir or ""))]
+        return [outcome for _, outcome in self.pool.map(self._run_in, list(zip(batch, configs, strict=True)))]
 
     def _configuration(self, trial: Any) -> Config:
         config = self.space.configuration(self._params(trial))
@@ -211,52 +210,50 @@ class Search:
         config.run.progress, config.run.keep_last, config.run.keep_best = False, 1, 1
         return config
 
-    def _apart(self, worker: Worker, asked: tuple[Any, Config]) -> dict[str, Any]:
-        trial, config = asked
-        wanted = self.folder / "configs" / f"{trial.number}.yaml"
-        wanted.parent.mkdir(exist_ok=True)
-        write_atomic(wanted, to_yaml(config))
+    def _run_in(self, worker: ProcessWorker, task: tuple[Any, Config]) -> dict[str, Any]:
+        trial, config = task
+        file = write_config(self.folder, str(trial.number), config)
         try:
-            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, str(wanted)])
+            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, file])
         except ChildProcessError as error:
             return {"state": "failed", "value": None, "why": str(error)}
         if outcome.get("broken"):
             worker.retire()
         return outcome
 
-    def _finish(self, trial: Any, outcome: Mapping[str, Any]) -> None:
-        states = self.optuna.trial.TrialState
-        if outcome["state"] == "failed":  # to the sampler a failure is a trial that was pruned: it keeps away from there
+    def _record(self, trial: Any, outcome: Mapping[str, Any]) -> None:
+        state, value = outcome["state"], outcome["value"]
+        if state == "failed":  # recorded as pruned, so that the sampler avoids these values
             trial.set_user_attr("why", outcome["why"])
-        if outcome["state"] == "complete":
-            self.study.tell(trial, outcome["value"])
+        if state == "complete":
+            self.study.tell(trial, value)
         else:
-            self.study.tell(trial, state=states.PRUNED)
-        number, value = len(self.finished()) - 1, outcome["value"]
-        told = f"failed: {outcome['why']}" if value is None else f"{outcome['state']}, validation accuracy {100 * value:.2f} %"
-        log.info("trial %d (%s) %s", number, " ".join(as_overrides(self._params(trial))), told)
+            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
+        text = f"failed: {outcome['why']}" if value is None else f"{state}, validation accuracy {100 * value:.2f} %"
+        log.info("trial %d (%s) %s", len(self.finished()) - 1, " ".join(as_overrides(self._params(trial))), text)
 
-    # --- what came of it
+    # --- results
 
     def _params(self, trial: Any) -> dict[str, Any]:
         return {d.key: d.rounded(trial.params[d.key]) for d in self.space.dimensions}
 
     def _trials(self) -> list[dict[str, Any]]:
-        """Numbered without the interrupted ones."""
-        found = []
+        """Return the finished trials as entries of search.json, numbered without the interrupted ones."""
+        rows = []
         for number, trial in enumerate(self.finished()):
-            seen = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+            accuracies = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
             why = trial.user_attrs.get("why")
             state = "failed" if why is not None else trial.state.name.lower()
-            value = None if state == "failed" else trial.value if state == "complete" else max(seen)
-            found.append({"number": number, "params": self._params(trial), "value": value, "state": state, "evaluations": seen, "why": why})
-        return found
+            value = None if state == "failed" else trial.value if state == "complete" else max(accuracies)
+            row = {"number": number, "params": self._params(trial), "value": value, "state": state}
+            rows.append({**row, "evaluations": accuracies, "why": why})
+        return rows
 
-    def _tell(self) -> None:
-        """search.json: every trial in its order, no times."""
+    def _write(self) -> None:
+        """Write search.json: every trial in its order, without times."""
         trials = self._trials()
         default = {d.key: d.default for d in self.space.dimensions}
-        told = {
+        content = {
             "name": self.space.name,
             "place": self.space.place,
             "question": self.space.question,
@@ -267,7 +264,7 @@ class Search:
             "default": {"params": default, "value": trials[0]["value"] if trials else None},
             "best": best_of(trials),
         }
-        write_json(self.folder / SEARCH_FILE, told)
+        write_json(self.folder / SEARCH_FILE, content)
 
     def _best_so_far(self) -> str:
         trials = self._trials()
@@ -276,36 +273,36 @@ class Search:
 
 
 def best_of(trials: Sequence[Mapping[str, Any]]) -> int | None:
-    """The complete trial of the highest value, the earliest of equal ones: the default, where nothing beats it."""
+    """Return the number of the complete trial with the highest value, the earliest among equals, so that the default wins ties."""
     complete = [trial for trial in trials if trial["state"] == "complete"]
     return min(complete, key=lambda trial: (-trial["value"], trial["number"]))["number"] if complete else None
 
 
 def open_study(folder: Path) -> Any:
-    """The study of a search's folder, with its pruner."""
-    found = optuna()
-    storage = found.storages.RDBStorage(_address(folder / DATABASE), engine_kwargs={"connect_args": {"timeout": 60}})
-    study = found.load_study(study_name=None, storage=storage)
+    """Return Optuna's study in a search's folder, with its pruner."""
+    module = optuna()
+    storage = module.storages.RDBStorage(_address(folder / DATABASE), engine_kwargs={"connect_args": {"timeout": 60}})
+    study = module.load_study(study_name=None, storage=storage)
     pruning = study.user_attrs["asked"]["pruning"]
-    study.pruner = found.pruners.MedianPruner(n_startup_trials=pruning["startup"], n_warmup_steps=pruning["warmup"])
+    study.pruner = module.pruners.MedianPruner(n_startup_trials=pruning["startup"], n_warmup_steps=pruning["warmup"])
     return study
 
 
 def _address(file: Path) -> str:
-    """A path in an address: what has a meaning there is escaped."""
+    """Return the database's address, with the characters escaped that have a meaning there."""
     return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
-def search_folder(space: Space, given: str | None) -> Path:
-    return Path(given) if given else Path("searches") / f"{space.name}-{space.place}"
+def search_folder(space: Space, out: str | None) -> Path:
+    return Path(out) if out else Path("searches") / f"{space.name}-{space.place}"
 
 
-def _told(task: list[Any]) -> dict[str, Any]:
-    """In another process: one trial, and what became of it."""
-    folder, trial, config = task
-    wanted = from_file(Path(config))
-    return conduct(optuna().trial.Trial(open_study(Path(folder)), trial), wanted, Path(wanted.run.dir or ""))
+def _run_trial_file(task: list[Any]) -> dict[str, Any]:
+    """Run one trial in a worker process."""
+    folder, trial, file = task
+    config = from_file(Path(file))
+    return run_trial(optuna().trial.Trial(open_study(Path(folder)), trial), config, Path(config.run.dir or ""))
 
 
 if __name__ == "__main__":
-    work(_told)
+    serve(_run_trial_file)

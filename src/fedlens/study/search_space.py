@@ -1,24 +1,22 @@
 """Spaces of hyper-parameters: YAML that a user can copy and edit (fedlens/conf/search/*.yaml).
 
-    question: Which rates suit clients of few classes?         what the search is for
-    where: {embedded: [overrides…], cifar100: [overrides…]}    the first one unless --on says otherwise
+    question: Which rates suit clients of few classes?         purpose of the search
+    where: {embedded: [overrides…], cifar100: [overrides…]}    places; the first is the default of --on
     set: [overrides…]                                          for every trial
     space:
-      optim.lr: {low: 1e-4, high: 0.3, log: true}              whole numbers where the key is one; or place by place: {embedded: {…}, cifar100: {…}}
+      optim.lr: {low: 1e-4, high: 0.3, log: true}              integers where the key is an integer; or {embedded: {…}, cifar100: {…}}
       optim.momentum: {low: 0.0, high: 0.95, step: 0.05}
       optim.clip_norm: {choices: [null, 0.1, 1.0]}
     trials: 24
-    seed: 0                                                    of the sampler; that of the runs is the configuration's
-    pruning: {warmup: 2, startup: 5}                           never before the third evaluation, nor before five trials are complete
+    seed: 0                                                    of the sampler; the runs have the seed of the configuration
+    pruning: {warmup: 2, startup: 5}                           prune from the third evaluation on, after five complete trials
 
-The default configuration is the first trial, so it lies in the space.
+The default configuration is the first trial, so the space must contain it.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -27,20 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.config import Config, known_keys
 from fedlens.errors import UserError, bad_value, first_line, unknown
-from fedlens.overrides import choices, compose, normalise, to_config
+from fedlens.overrides import compose, normalise, to_config
+from fedlens.study.yaml_files import check_keys, override_list, override_text, read_yaml, whole_number, yaml_path
 
 SPACE_KEYS = {"question", "where", "set", "space", "trials", "seed", "pruning"}
-FIXED = (
-    "experiment",  # and the model: each brings values of other keys, which a name alone does not
-    "model.name",
-    "seed",
-    "device",
-    "data.name",
-    "data.root",
-    "data.download",
-    "data.val_fraction",
-    "train.test",
-)  # one validation set for all trials
+# Not searched: experiment and model.name set other keys too, and all trials must share one validation set.
+FIXED = {"experiment", "model.name", "seed", "device", "data.name", "data.root", "data.download", "data.val_fraction", "train.test"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Dimension:
     choices: tuple[Any, ...] = ()
 
     def rounded(self, value: Any) -> Any:
-        """Six digits are enough of a number that was drawn."""
+        """Return a sampled number with six digits, within the range."""
         if self.choices or self.whole or value == self.default:
             return value
         return min(max(float(f"{value:.6g}"), self.low), self.high)
@@ -65,11 +55,13 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
+    """A search space with its default configuration, budget and pruning."""
+
     name: str
     question: str
     place: str
-    experiment: list[str]  # the overrides that all trials share
-    base: Config  # what they make; the test set is not read
+    experiment: list[str]  # overrides that all trials share
+    base: Config  # the default configuration, with train.test=false
     dimensions: list[Dimension]
     trials: int
     seed: int
@@ -77,38 +69,31 @@ class Space:
     startup: int
 
     def configuration(self, params: Mapping[str, Any]) -> Config:
-        """That of `fedlens run` with these overrides, without the test set."""
+        """Return the default configuration with these values."""
         return _changed(self.base, params)
 
 
 def read_space(name: str, *, place: str | None = None, trials: int | None = None, overrides: Sequence[str] = ()) -> Space:
-    """A YAML file by its path, or a ready-made space by its name. What an override sets is not searched."""
-    if not name.endswith((".yaml", ".yml")) and name not in choices("search"):
-        raise unknown("search", name, choices("search"))
-    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parents[1] / "conf" / "search" / f"{name}.yaml"
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:  # yaml's own errors share no public base with those of the disk
-        raise UserError(f"search: {path} cannot be read ({first_line(error)})") from None
-    _known(content, SPACE_KEYS, f"search {path.stem}")
-    places = _known(content.get("where") or {"here": []}, None, "where")
+    """Read a space by name or path. Keys that `overrides` set are not searched."""
+    path = yaml_path("search", name)
+    content = check_keys(read_yaml("search", path), SPACE_KEYS, f"search: {path.stem}")
+    places = check_keys(content.get("where") or {"here": []}, None, "where")
     place = place or next(iter(places))
     if place not in places:
         raise unknown("--on", place, places)
     for text in overrides:
         if text.startswith(("run.dir=", "run.if_exists=", "run.trackers=")):
-            raise UserError(f"override: {text!r} given, but the trials of a search have folders of their own and no trackers")
-    experiment = [*_texts(places[place], f"where {place}"), *_texts(content.get("set"), "set"), *map(str, overrides)]
+            raise UserError(f"search: leave out {text!r}: trials have folders of their own and no trackers.")
+    experiment = [*override_list(places[place], f"where {place}"), *override_list(content.get("set"), "set"), *map(str, overrides)]
     base = compose([*experiment, "train.test=false"])
     if base.data.val_fraction == 0:
-        raise UserError("data.val_fraction: 0.0 given, but a search decides on a validation set; allowed is > 0")
-    set_here = {text.split("=")[0] for text in normalise(overrides)}
-    given = {key: what for key, what in _known(content.get("space") or {}, None, "space").items() if key not in set_here}
-    keys = known_keys()
-    dimensions = [_dimension(str(key), what, place, places, base, keys) for key, what in given.items()]
+        raise bad_value("data.val_fraction", base.data.val_fraction, "> 0, because a search decides on a validation set")
+    overridden = {text.split("=")[0] for text in normalise(overrides)}
+    entries = {key: entry for key, entry in check_keys(content.get("space") or {}, None, "space").items() if key not in overridden}
+    dimensions = [_dimension(str(key), entry, place, places, base) for key, entry in entries.items()]
     if not dimensions:
-        raise UserError(f"space: nothing to search in {path}; allowed is key: {{low, high, log or step}} or {{choices: […]}}")
-    pruning = _known(content.get("pruning") or {}, {"warmup", "startup"}, "pruning")
+        raise UserError(f"space: {path} has nothing to search; add key: {{low, high, log or step}} or key: {{choices: […]}}.")
+    pruning = check_keys(content.get("pruning") or {}, {"warmup", "startup"}, "pruning")
     return Space(
         path.stem,
         str(content.get("question", "")),
@@ -116,33 +101,26 @@ def read_space(name: str, *, place: str | None = None, trials: int | None = None
         experiment,
         base,
         dimensions,
-        _count("trials", content.get("trials", 20) if trials is None else trials, 1),
-        _count("seed", content.get("seed", 0), 0),
-        _count("pruning.warmup", pruning.get("warmup", 1), 0),
-        _count("pruning.startup", pruning.get("startup", 5), 1),
+        whole_number(content.get("trials", 20) if trials is None else trials, "trials", 1),
+        whole_number(content.get("seed", 0), "seed", 0),
+        whole_number(pruning.get("warmup", 1), "pruning.warmup", 0),
+        whole_number(pruning.get("startup", 5), "pruning.startup", 1),
     )
 
 
-def _dimension(key: str, given: Any, place: str, places: Collection[str], base: Config, known: Collection[str]) -> Dimension:
-    if key not in known:
-        raise unknown("space", key, known)
+def _dimension(key: str, entry: Any, place: str, places: Collection[str], base: Config) -> Dimension:
+    if key not in known_keys():
+        raise unknown("space: key", key, known_keys())
     kind, default = _kind(key), reduce(getattr, key.split("."), base)
     if key in FIXED or key.startswith("run.") or kind not in (int, float, bool, str):
-        raise UserError(
-            f"space: {key} cannot be searched; allowed is any single value that trains on the same data and is judged on the same"
-        )
-    if isinstance(given, Mapping) and given and set(given) <= set(places):
-        given = given.get(place, {})
-    given = _known(given, {"low", "high", "log", "step", "choices"}, f"space: {key}")
-    if "choices" in given:
-        found = _choices(key, given, default, kind)
-        ends: Sequence[Any] = found.choices
-    else:
-        found = _range(key, given, default, kind)
-        ends = (found.low, found.high)
-    for value in ends:
-        _changed(base, {key: value})
-    return found
+        raise UserError(f"space: {key} cannot be searched; choose a key with a single value that leaves data and validation as they are.")
+    if isinstance(entry, Mapping) and entry and set(entry) <= set(places):
+        entry = entry.get(place, {})
+    entry = check_keys(entry, {"low", "high", "log", "step", "choices"}, f"space: {key}")
+    dimension = (_choices if "choices" in entry else _range)(key, entry, default, kind)
+    for value in dimension.choices or (dimension.low, dimension.high):
+        _changed(base, {key: value})  # raises if the configuration does not allow it
+    return dimension
 
 
 def _changed(base: Config, params: Mapping[str, Any]) -> Config:
@@ -151,42 +129,38 @@ def _changed(base: Config, params: Mapping[str, Any]) -> Config:
         try:
             OmegaConf.update(config, key, value)
         except OmegaConfBaseException as error:
-            raise UserError(f"space: {key}: {first_line(error)}") from None
+            raise UserError(f"space: {key}: {first_line(error)}.") from None
     return to_config(config)
 
 
-def _choices(key: str, given: Mapping[str, Any], default: Any, kind: type) -> Dimension:
-    found, allowed = given["choices"], "a list of different single values, without low and high"
-    if not isinstance(found, list) or not found or len(given) > 1:
-        raise bad_value(f"space: {key}: choices", found, allowed)
-    if not all(isinstance(value, int | float | str | NoneType) for value in found) or len({str(value) for value in found}) < len(found):
-        raise bad_value(f"space: {key}: choices", found, allowed)
-    if default not in found:
-        raise UserError(f"space: {key}: its default, {default!r}, is none of the choices, and it is the first trial; add it")
-    return Dimension(key, default, choices=tuple(float(value) if kind is float and type(value) is int else value for value in found))
+def _choices(key: str, entry: Mapping[str, Any], default: Any, kind: type) -> Dimension:
+    values, where = entry["choices"], f"space: {key}: choices"
+    single = isinstance(values, list) and all(isinstance(value, int | float | str | NoneType) for value in values)
+    if not single or not values or len(entry) > 1 or len({str(value) for value in values}) < len(values):
+        raise bad_value(where, values, "a list of different single values, without low and high")
+    if default not in values:
+        raise bad_value(where, values, f"a list with the default, {default!r}, which is the first trial")
+    return Dimension(key, default, choices=tuple(float(value) if kind is float and type(value) is int else value for value in values))
 
 
-def _range(key: str, given: Mapping[str, Any], default: Any, kind: type) -> Dimension:
-    number = int if kind is int else (int, float)
-    values: list[Any] = [given.get(name) for name in ("low", "high", "step", "log")]
-    low, high, step, is_log = values
+def _range(key: str, entry: Mapping[str, Any], default: Any, kind: type) -> Dimension:
     if kind not in (int, float):
-        raise bad_value(f"space: {key}", dict(given), "choices, for it is no number")
-    for name, value in (("low", low), ("high", high), *((("step", step),) if "step" in given else ())):
-        if isinstance(value, bool) or not isinstance(value, number) or not abs(value) < float("inf"):
+        raise bad_value(f"space: {key}", dict(entry), "{choices: […]}, because it is not a number")
+    for name in ("low", "high", *(("step",) if "step" in entry else ())):
+        value = entry.get(name)
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)) or not abs(value) < float("inf"):
             raise bad_value(f"space: {key}: {name}", value, "a whole number" if kind is int else "a number")
+    low, high, step, log = entry["low"], entry["high"], entry.get("step"), entry.get("log")
     if not low < high:
-        raise bad_value(f"space: {key}: low", low, f"below high, {high!r}")
-    if is_log not in (None, True, False) or (is_log and low <= 0) or (is_log and step is not None):
-        raise bad_value(f"space: {key}: log", is_log, "true or false; true with low > 0 and without step")
+        raise bad_value(f"space: {key}: low", low, f"< high ({high!r})")
+    if log not in (None, True, False) or (log and low <= 0) or (log and step is not None):
+        raise bad_value(f"space: {key}: log", log, "true or false; true needs low > 0 and no step")
     if step is not None and (step <= 0 or not _on_grid(high, low, step)):
-        raise bad_value(f"space: {key}: step", step, "> 0 and a whole part of high - low")
+        raise bad_value(f"space: {key}: step", step, "> 0 and divide high - low")
     if default is None or not low <= default <= high or (step is not None and not _on_grid(default, low, step)):
         grid = "" if step is None else f" in steps of {step}"
-        raise UserError(
-            f"space: {key}: its default, {default!r}, is not in {low} to {high}{grid}, and it is the first trial; widen the range"
-        )
-    return Dimension(key, default, low, high, step, bool(is_log), kind is int)
+        raise UserError(f"space: {key}: its default, {default!r}, is not in {low} to {high}{grid}; widen the range: it is the first trial.")
+    return Dimension(key, default, low, high, step, bool(log), kind is int)
 
 
 def _on_grid(value: float, low: float, step: float) -> bool:
@@ -194,50 +168,15 @@ def _on_grid(value: float, low: float, step: float) -> bool:
 
 
 def _kind(key: str) -> Any:
-    """The type of a key in the schema, without None."""
-    found: Any = Config
+    """Return the type of a key, without None."""
+    kind: Any = Config
     for part in key.split("."):
-        found = get_type_hints(found)[part]
-        options = [kind for kind in get_args(found) if kind is not NoneType]
-        found = options[0] if NoneType in get_args(found) else found
-    return found
-
-
-def _known(mapping: Any, keys: Collection[str] | None, where: str) -> Mapping[str, Any]:
-    if not isinstance(mapping, Mapping):
-        raise UserError(f"{where}: {type(mapping).__name__} given, allowed is a mapping")
-    for key in mapping if keys is not None else ():
-        if key not in (keys or ()):
-            raise unknown(where, str(key), keys or ())
-    return mapping
-
-
-def _texts(given: Any, where: str) -> list[str]:
-    if given is not None and not isinstance(given, list):
-        raise bad_value(where, given, "a list of key=value")
-    return [str(text) for text in given or []]
-
-
-def _count(field: str, given: Any, least: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise bad_value(field, given, f"a whole number >= {least}")
-    return given
+        kind = get_type_hints(kind)[part]
+        if NoneType in get_args(kind):
+            kind = next(option for option in get_args(kind) if option is not NoneType)
+    return kind
 
 
 def as_overrides(params: Mapping[str, Any]) -> list[str]:
-    """As on the command line."""
-    return [f"{key}={spelled(value)}" for key, value in params.items()]
-
-
-def spelled(value: Any) -> str:
-    """A value of YAML as that of an override."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_element, value))}]"
-    return str(value) if re.fullmatch(r"[\w.+/-]+", str(value)) else f"'{value}'"
-
-
-def _element(value: Any) -> str:
-    """In a list a name may have spaces, as kinds of weights do."""
-    return value if isinstance(value, str) and re.fullmatch(r"\w+( \w+)*", value) else spelled(value)
+    """Return values as overrides of the command line."""
+    return [f"{key}={override_text(value)}" for key, value in params.items()]

@@ -1,18 +1,26 @@
-"""Federated algorithms as what they change in FedAvg's round: the local rule, the control variates, the updates.
+"""Federated algorithms as what they change in FedAvg's round: the local rule, the gradient offsets, the updates.
 
-FedAvg changes nothing. FedProx (Li et al. 2020) adds a pull to the local loss. SCAFFOLD (Karimireddy et al. 2020, option II) adds
-c − c_k to every local gradient. FedNova (Wang et al. 2020) divides each update by the client's own number of steps.
+An algorithm is one class. Its keyword-only fields are its options (federated.algorithm_options), its class attributes say what it needs and
+supports, and `state_dict` is what a checkpoint must carry. To add one, subclass FedAvg and register it:
+
+    @fl.register("algorithm", "feddyn")
+    @dataclass(kw_only=True)
+    class FedDyn(FedAvg):
+        alpha: float = 0.1
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedlens.config import Config
 from fedlens.engine.local_work import Offsets, Update
+from fedlens.errors import UserError
 from fedlens.optim.sgd import LocalRule, effective_steps
+from fedlens.registry import Registry, check_options
 
 
 @dataclass
@@ -20,10 +28,14 @@ class FedAvg:
     """The mean of what clients learned (McMahan et al. 2017)."""
 
     config: Config
-    vectors_down: int = 1  # vectors of P numbers to and from each client in a round
-    vectors_up: int = 1
+    vectors_down: ClassVar[int] = 1  # vectors of P numbers to and from each client per round
+    vectors_up: ClassVar[int] = 1
+    plain_mean: ClassVar[bool] = True  # the server needs nothing but the mean of the updates: noise and secure aggregation are exact
+    uses_raw_updates: ClassVar[bool] = False  # updates are used beside the merge, unclipped
+    needs_every_update: ClassVar[bool] = False  # on every process of a distributed run
 
-    def rule(self, lr: float) -> LocalRule:
+    def local_rule(self, lr: float) -> LocalRule:
+        """Return what a client does at each of its steps."""
         o = self.config.optim
         return LocalRule(
             lr=lr,
@@ -36,70 +48,84 @@ class FedAvg:
         )
 
     def distance(self, steps: int) -> float:
-        """How far so many local steps of a constant unit gradient go, in units of lr."""
+        """Return how far so many local steps of a constant unit gradient go, in units of the learning rate."""
         o = self.config.optim
         return effective_steps(steps, o.momentum, o.dampening, o.nesterov)
 
     def offsets(self, theta: Tensor) -> Offsets | None:
+        """Return the vector that each client adds to its gradients, as a function of the client; None: nothing."""
         return None
 
     def scale(self, update: Update) -> float:
-        """What the update is multiplied by before it is merged."""
+        """Return the factor on an update before it is merged."""
         return 1.0
 
-    def rescale(self, updates: list[tuple[int, int]]) -> float:
-        """What the merged direction is multiplied by, from every (samples, steps)."""
+    def gain(self, updates: Sequence[tuple[int, int]]) -> float:
+        """Return the factor on the merged direction, from the (samples, steps) of all updates."""
         return 1.0
 
-    def received(self, update: Update, lr: float) -> None:
-        """Look at an update before it is merged."""
+    def direction(self, merged: Tensor, updates: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the server's direction from the merged updates."""
+        gain = self.gain(updates)
+        return merged if gain == 1 else merged * gain
+
+    def receive(self, update: Update, lr: float) -> None:
+        """Read an update before it is merged."""
 
     def end_round(self) -> None:
-        """After the last update of a round."""
+        """Finish a round after its last update."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """State that a checkpoint must carry."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint must carry."""
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """The reverse of `tensors`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from a checkpoint."""
 
 
 @dataclass
 class FedProx(FedAvg):
-    """FedAvg with μ/2·‖θ_k − θ‖² in the local loss."""
+    """FedAvg with μ/2·‖θ_k − θ‖² in the local loss (Li et al. 2020)."""
 
-    def rule(self, lr: float) -> LocalRule:
-        base = super().rule(lr)
-        return LocalRule(**{**base.__dict__, "prox": self.config.federated.mu})
+    mu: float = field(default=0.01, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < float("inf"):
+            raise UserError(f"federated.algorithm_options.mu must be >= 0, got {self.mu}.")
+
+    def local_rule(self, lr: float) -> LocalRule:
+        return replace(super().local_rule(lr), prox=self.mu)
 
 
 @dataclass
 class FedNova(FedAvg):
-    """Updates per step of their own, times the mean number of steps: clients that do more do not count more."""
+    """Each update is divided by its number of local steps, so that longer clients do not dominate (Wang et al. 2020)."""
+
+    plain_mean: ClassVar[bool] = False
 
     def scale(self, update: Update) -> float:
         return 1.0 / self.distance(update.steps)
 
-    def rescale(self, updates: list[tuple[int, int]]) -> float:
+    def gain(self, updates: Sequence[tuple[int, int]]) -> float:
         total = sum(samples for samples, _ in updates)
         return sum(n * self.distance(steps) for n, steps in updates) / total
 
 
 @dataclass
 class Scaffold(FedAvg):
-    """Control variates against drift: each client corrects its gradient by c − c_k."""
+    """Control variates against drift: each client corrects its gradient by c − c_k (Karimireddy et al. 2020, option II)."""
 
-    vectors_down: int = 2
-    vectors_up: int = 2
-    server: Tensor | None = None  # c
-    clients: dict[int, Tensor] = field(default_factory=dict)  # c_k, only of clients that have taken part
-    _change: Tensor | None = None  # Σ (c_k⁺ − c_k) of the round
+    vectors_down: ClassVar[int] = 2
+    vectors_up: ClassVar[int] = 2
+    plain_mean: ClassVar[bool] = False
+    uses_raw_updates: ClassVar[bool] = True
+    needs_every_update: ClassVar[bool] = True
+    server: Tensor | None = field(default=None, init=False)  # c
+    clients: dict[int, Tensor] = field(default_factory=dict, init=False)  # c_k of clients that have taken part
+    _change: Tensor | None = field(default=None, init=False)  # Σ (c_k⁺ − c_k) of the round
 
     def offsets(self, theta: Tensor) -> Offsets | None:
-        if self.server is None:
-            self.server = torch.zeros_like(theta)
-        server = self.server
+        server = self.server = torch.zeros_like(theta) if self.server is None else self.server.to(theta.device)
 
         def offset(client: int) -> Tensor:
             own = self.clients.get(client)
@@ -107,8 +133,8 @@ class Scaffold(FedAvg):
 
         return offset
 
-    def received(self, update: Update, lr: float) -> None:
-        """c_k⁺ = c_k − c − Δ_k / (steps·lr), the mean gradient that the client saw; under momentum a step counts for as far as it goes."""
+    def receive(self, update: Update, lr: float) -> None:
+        """c_k⁺ = c_k − c − Δ_k / (steps·lr): the mean gradient that the client saw. Under momentum, a step counts for as far as it goes."""
         assert self.server is not None
         own = self.clients.get(update.client)
         own = torch.zeros_like(self.server) if own is None else own.to(self.server.device)
@@ -117,22 +143,37 @@ class Scaffold(FedAvg):
         self.clients[update.client] = new.cpu()
 
     def end_round(self) -> None:
-        """c ← c + Σ (c_k⁺ − c_k) / K, K the clients that ever train: c stays the mean of the c_k."""
+        """c ← c + Σ (c_k⁺ − c_k) / K with K the clients that ever train, so that c stays the mean of the c_k."""
         if self.server is not None and self._change is not None:
             fed = self.config.federated
             self.server = self.server + self._change / sum(map(fed.trains, range(fed.clients)))
         self._change = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        found = {} if self.server is None else {"scaffold.server": self.server}
-        return found | {f"scaffold.client.{k}": c for k, c in self.clients.items()}
+    def state_dict(self) -> dict[str, Any]:
+        server = {} if self.server is None else {"server": self.server}
+        return server | {f"client.{k}": c for k, c in self.clients.items()}
 
-    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        for name, tensor in tensors.items():
-            if name == "scaffold.server":
-                self.server = tensor.to(device)
-            elif name.startswith("scaffold.client."):
-                self.clients[int(name.rsplit(".", 1)[1])] = tensor
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.server = state.get("server")
+        self.clients = {int(name.removeprefix("client.")): c for name, c in state.items() if name.startswith("client.")}
 
 
-ALGORITHMS: dict[str, type[FedAvg]] = {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold, "fednova": FedNova}
+def check_algorithm(name: str, options: dict[str, Any]) -> None:
+    """Raise for options that the algorithm does not have, or whose values it refuses."""
+    algorithm = ALGORITHMS.choose(name, "federated.algorithm")
+    check_options("federated.algorithm_options", name, options, ALGORITHMS.options(name))
+    try:
+        algorithm(Config(), **options)
+    except TypeError as error:
+        raise UserError(f"federated.algorithm_options must be values that {name} accepts, got {options} ({error}).") from None
+
+
+ALGORITHMS: Registry[type[FedAvg]] = Registry("algorithm")
+ALGORITHMS.check = check_algorithm
+for _name, _algorithm in {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold, "fednova": FedNova}.items():
+    ALGORITHMS[_name] = _algorithm
+
+
+def make_algorithm(config: Config) -> FedAvg:
+    """Return the algorithm that the configuration names, with its options."""
+    return ALGORITHMS.choose(config.federated.algorithm, "federated.algorithm")(config, **config.federated.algorithm_options)

@@ -1,49 +1,50 @@
-"""What both training loops need before their first step: device, precision, data on the device, model, evaluation."""
+"""The setup that both training loops share: device, precision, data, model, evaluation."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlens.config import Config, OptimConfig
 from fedlens.data.dataset import Dataset, load_dataset
-from fedlens.errors import UserError
+from fedlens.errors import bad_value
 from fedlens.lens.space import ParamSpace
 from fedlens.models import create_model
 from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
 from fedlens.optim.schedules import schedule_factor
 from fedlens.precision import Precision
-from fedlens.runs.cache import Form, digest, remembered, split_digest
-from fedlens.tasks.image import Augment, ImageBank, Pipeline
+from fedlens.runs.cache import Codec, cached, digest, split_digest
+from fedlens.tasks import Samples, Task
+from fedlens.tasks.image import ImageTask
+from fedlens.tasks.metrics import METRICS
 
 log = logging.getLogger("fedlens")
+Forward = Callable[[Tensor], Tensor]
 
 
 def pick_device(name: str) -> torch.device:
-    if name == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        name = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"  # under torchrun each process has its own
-        torch.cuda.set_device(name)
+    """Return the configured device; `auto` is a GPU if there is one. Under torchrun each process gets its own."""
     if name == "auto":
-        return torch.device("cuda")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+        torch.cuda.set_device(name)
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device: {name!r} given, but torch sees no CUDA device; allowed here is auto | cpu")
+        raise bad_value("device", name, "auto or cpu: torch finds no CUDA device")
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device: 'mps' given, but torch sees no Apple GPU; allowed here is auto | cpu")
+        raise bad_value("device", name, "auto or cpu: torch finds no Apple GPU")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device: {name!r} given, allowed is auto | cpu | cuda | cuda:N | mps") from None
+        raise bad_value("device", name, "auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise UserError(f"device: {name!r} given, but there are {torch.cuda.device_count()} CUDA devices")
+        raise bad_value("device", name, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
 
@@ -56,40 +57,67 @@ class Bench:
     precision: Precision
     dataset: Dataset
     model: nn.Module
-    pipeline: Pipeline
-    augment: Augment
-    train: ImageBank
-    val: ImageBank
+    task: Task
+    train: Samples
+    val: Samples
 
-    def evaluate(
-        self, bank: ImageBank, model: Callable[[Tensor], Tensor] | None = None, samples: Tensor | None = None
-    ) -> tuple[float, float]:
-        """(mean cross-entropy, accuracy) over a split or some samples of it, without augmentation."""
-        forward = self.model if model is None else model
-        where = torch.arange(len(bank)) if samples is None else samples
+    def evaluate(self, split: Samples, model: Forward | None = None, samples: Tensor | None = None) -> tuple[float, float]:
+        """Return mean loss and accuracy over a split, or at these positions of it, without augmentation."""
+        measured = self.measure(split, model, samples, metrics=())
+        return measured["loss"], measured["accuracy"]
+
+    def measure(
+        self, split: Samples, model: Forward | None = None, samples: Tensor | None = None, metrics: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Return accuracy, loss and further metrics (by default those of train.metrics) over a split, without augmentation."""
+        forward, metrics = self.model if model is None else model, self.metrics if metrics is None else metrics
+        where = torch.arange(len(split)) if samples is None else samples
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        outputs: list[tuple[Tensor, Tensor]] = []
+        with self._evaluation():
+            for index in torch.split(where, self.config.train.eval_batch_size):
+                inputs, labels = self.task.batch(split, index)
+                with self.precision.autocast():
+                    logits = forward(inputs).float()
+                loss += self.task.loss(logits, labels, reduction="sum").double()
+                correct += (logits.argmax(1) == labels).sum()
+                if metrics:
+                    outputs.append((logits, labels))
+            measured = {"accuracy": int(correct) / len(where), "loss": float(loss) / len(where)}
+            if metrics:
+                logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+                measured |= {name: METRICS.choose(name, "train.metrics")(logits, labels) for name in metrics}
+        return measured
+
+    @property
+    def metrics(self) -> list[str]:
+        """The further metrics of validation and test."""
+        return self.config.train.metrics
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Put the model in eval mode, without gradients."""
         was_training = self.model.training
         self.model.eval()
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        right = torch.zeros((), dtype=torch.int64, device=self.device)
         with torch.inference_mode():
-            for index in torch.split(where, self.config.train.eval_batch_size):
-                images, labels = bank.batch(index)
-                with self.precision.autocast():
-                    logits = forward(self.pipeline(images)).float()
-                loss += F.cross_entropy(logits, labels, reduction="sum").double()
-                right += (logits.argmax(1) == labels).sum()
+            yield
         self.model.train(was_training)
-        return float(loss) / len(where), int(right) / len(where)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of centralised training in one pass over the training set."""
+        return -(-len(self.train) // self.config.optim.batch_size)
 
     def test(self) -> dict[str, float | None]:
-        """The test set, which is read here and nowhere else in a run; with train.test=false not even here."""
+        """Return the metrics of the test set, which a run reads only here; None for each if train.test is false."""
         if not self.config.train.test:
-            return {"test_accuracy": None, "test_loss": None}
-        loss, accuracy = self.evaluate(ImageBank(self.dataset.test, self.device))
-        return {"test_accuracy": accuracy, "test_loss": loss}
+            return {f"test_{name}": None for name in ("accuracy", "loss", *self.metrics)}
+        measured = self.measure(self.task.samples(self.dataset.test))
+        return {f"test_{name}": value for name, value in measured.items()}
 
     def description(self, space: ParamSpace) -> dict[str, Any]:
-        """What every summary says of its model and where it ran; `space` is what training moves in."""
+        """Return the facts on model and device for a summary; `space` holds the parameters that train."""
         return {
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trainable_parameters": space.size,
@@ -97,96 +125,67 @@ class Bench:
             "device": str(self.device),
         }
 
-    def features(self, bank: ImageBank, index: Tensor | None = None) -> Tensor:
-        """[samples, dim] backbone features in eval mode, float32; `index`: of these samples only."""
+    def features(self, split: Samples, index: Tensor | None = None) -> Tensor:
+        """Return backbone features [samples, dim] in eval mode, float32; `index`: at these positions only."""
         backbone = getattr(self.model, "features", None)
         if backbone is None:
-            raise UserError(f"head: ridge needs a model with features(images); {self.config.model.name} has none")
-        data = split_digest(bank.split)
-        if data is None or index is not None:
-            return self._features(backbone, bank, index)
+            raise bad_value("head", "ridge", f"linear: {self.config.model.name} has no method features(inputs)")
+        data = split_digest(split.split) if index is None else None
+        if data is None:
+            return self._features(backbone, split, index)
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("head.")}
-        key = digest(
-            weights, data, self.pipeline, self.precision, self.config.train.eval_batch_size, torch.get_num_threads(), str(self.device)
+        batch, threads = self.config.train.eval_batch_size, torch.get_num_threads()
+        key = digest(weights, data, self.task.key, self.precision, batch, threads, str(self.device))
+        codec = Codec[Tensor](
+            lambda features, folder: save_file({"features": features.contiguous()}, folder / "features.safetensors"),
+            lambda folder: load_file(folder / "features.safetensors", device=str(self.device))["features"],
         )
-        form = Form(_write_features, lambda folder: _read_features(folder, self.device))
-        return remembered(key, lambda: self._features(backbone, bank), form)
+        return cached(key, lambda: self._features(backbone, split), codec)
 
-    def _features(self, backbone: Callable[[Tensor], Tensor], bank: ImageBank, index: Tensor | None = None) -> Tensor:
-        was_training = self.model.training
-        self.model.eval()
-        found = []
-        with torch.inference_mode():
-            for part in torch.split(torch.arange(len(bank)) if index is None else index, self.config.train.eval_batch_size):
+    def _features(self, backbone: Forward, split: Samples, index: Tensor | None = None) -> Tensor:
+        features = []
+        with self._evaluation():
+            for part in torch.split(torch.arange(len(split)) if index is None else index, self.config.train.eval_batch_size):
                 with self.precision.autocast():
-                    found.append(backbone(self.pipeline(bank.images(part))).float())
-        self.model.train(was_training)
-        return torch.cat(found).clone()
+                    features.append(backbone(self.task.batch(split, part)[0]).float())
+        return torch.cat(features).clone()
 
     def fit_ridge_head(self) -> RidgeChoice:
-        """Step 0: the closed-form head on the pretrained features; lambda and temperature from validation."""
+        """Set the closed-form head on the pretrained features (step 0); validation chooses lambda and temperature."""
         A, b = ridge_statistics(self.features(self.train), self.train.labels, self.dataset.num_classes)
         choice = choose_ridge(A, b, self.features(self.val), self.val.labels)
         self.set_head(choice)
         return choice
 
     def set_head(self, choice: RidgeChoice) -> None:
+        """Write a ridge head into the model."""
         head: nn.Linear = self.model.head  # type: ignore[assignment]
         with torch.no_grad():
             head.weight.copy_(choice.weight)
             head.bias.copy_(choice.bias)
-        told = (choice.lam, choice.temperature, 100 * choice.val_accuracy)
-        log.info("ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", *told)
+        values = (choice.lam, choice.temperature, 100 * choice.val_accuracy)
+        log.info("ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", *values)
 
 
 def learning_rate(o: OptimConfig, progress: float, tick: float) -> float:
-    """The rate at this progress through the run; `tick` is the progress of one step or round."""
+    """Return the rate at this progress through the run; `tick` is the progress of one step or round."""
     factor = schedule_factor(o.schedule, progress, tick=tick, warmup=o.warmup, final=o.final, decay=o.decay, milestones=tuple(o.milestones))
     return o.lr * factor
 
 
 def set_up(config: Config, data: Dataset | None = None) -> Bench:
-    """Read the data (unless it is given), make the model, move both. Everything that can be wrong with the input fails here, before a run exists."""
+    """Load data (unless passed) and model. Every error in the input is raised here, before a run folder exists."""
     device = pick_device(config.device)
     precision = Precision.choose(device, config.train.precision)
     data = data or load_dataset(
         config.data.name, config.data.root, val_fraction=config.data.val_fraction, seed=config.seed, download=config.data.download
     )
-    model = create_model(
-        config.model.name,
-        data.num_classes,
-        weights=config.model.weights,
-        image_size=config.model.image_size,
-        dropout=config.model.dropout,
-        freeze_blocks=config.model.freeze_blocks,
-        freeze_backbone=config.model.freeze_backbone,
-        seed=config.seed,
-    ).to(device)
+    names = ("weights", "image_size", "dropout", "freeze_blocks", "freeze_backbone")
+    options = {name: getattr(config.model, name) for name in names}
+    model = create_model(config.model.name, data.num_classes, **options, seed=config.seed).to(device)
     fitted, freeze = config.head == "ridge" or getattr(model, "fitted_head", False), config.model.freeze_head
     if (fitted and not config.model.freeze_backbone) if freeze is None else freeze:
         for param in model.head.parameters():  # type: ignore[union-attr]
             param.requires_grad_(False)
-    return Bench(
-        config=config,
-        device=device,
-        precision=precision,
-        dataset=data,
-        model=model,
-        pipeline=Pipeline(config.model.image_size, data.mean, data.std, dtype=precision.dtype),
-        augment=Augment(config.data.crop, config.data.flip, config.data.randaugment, config.data.randaugment_magnitude),
-        train=ImageBank(data.train, device),
-        val=ImageBank(data.val, device),
-    )
-
-
-def _write_features(features: Tensor, folder: Path) -> None:
-    save_file({"features": features.contiguous()}, folder / "features.safetensors")
-
-
-def _read_features(folder: Path, device: torch.device) -> Tensor:
-    return load_file(folder / "features.safetensors", device=str(device))["features"]
-
-
-def said(tested: Mapping[str, float | None]) -> str:
-    accuracy = tested["test_accuracy"]
-    return "the test set was not read" if accuracy is None else f"test accuracy {100 * accuracy:.2f} %"
+    task = ImageTask.of(config, data, device, precision.dtype)
+    return Bench(config, device, precision, data, model, task, task.samples(data.train), task.samples(data.val))

@@ -1,205 +1,184 @@
-"""Centralised fine-tuning: one loop, top to bottom. It is the dense reference that federated runs are compared with.
+"""Centralised fine-tuning: plain SGD over all data, the dense reference that federated runs are compared with.
 
-The batches of epoch e and their augmentation are functions of (seed, e) alone, so a run that goes on from step s sees what it
-would have seen: resuming is exact by construction. The test set is read once, at the end, with the model that validation chose.
+The batches of epoch e and their augmentation are functions of (seed, e) alone, so a run that resumes at step s gets the same batches: resuming
+is exact by construction. The test set is read once, at the end, with the model that validation chose.
 """
 
 import logging
 import math
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedlens.config import Config
 from fedlens.engine.cohort import compiled_forward
 from fedlens.engine.sampling import batch_indices
 from fedlens.errors import UserError
-from fedlens.lens.mask_rules import Mask
+from fedlens.lens.mask import Mask
 from fedlens.optim.sparse_sgdm import SparseSGDM
-from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import MASK_FILE, RunFolder, fitting
-from fedlens.runs.trackers import Trackers
+from fedlens.runs.session import Session, Summary
 from fedlens.seeding import torch_rng
-from fedlens.tasks.image import Draws, ImageBank
-from fedlens.training.bench import Bench, learning_rate, said
-from fedlens.training.head_and_mask import make_mask, masked_space
+from fedlens.tasks import select
+from fedlens.training.bench import Bench, learning_rate
+from fedlens.training.head_and_mask import fit_head_and_mask, masked_space
 
 log = logging.getLogger("fedlens")
 FINITE_CHECK = 50  # steps between looks at the loss: each look waits for the device
 
 
-def train(bench: Bench, run: RunFolder, trackers: Trackers) -> dict[str, Any]:
-    cfg, model, device = bench.config, bench.model, bench.device
-    started = time.monotonic()
-    steps_per_epoch = -(-len(bench.train) // cfg.optim.batch_size)
+def train(bench: Bench, session: Session) -> Summary | None:
+    """Train the model over the steps that are left; return the summary."""
+    cfg, model = bench.config, bench.model
+    steps_per_epoch = bench.steps_per_epoch
     total = cfg.train.epochs * steps_per_epoch
-    scaler = bench.precision.scaler()
-    forward = compiled_forward(model) if cfg.train.compile else model
 
-    # --- where we are: at the start, or where the last sound checkpoint was written
-    step, seconds, loss_sum = 0, 0.0, torch.zeros((), dtype=torch.float64, device=device)
-    best: dict[str, Any] = {"score": None, "step": None}
-    stale, ridge, mask, facts = 0, None, None, None  # evaluations since the best; what chose the head, and the mask
-    saved = run.latest_checkpoint()
-    if saved is None:
-        if cfg.head == "ridge":  # step 0
-            choice = bench.fit_ridge_head()
-            ridge = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
-        if cfg.mask.strategy:  # step 1
-            mask, facts = make_mask(bench)
-        run.keep_start(model.state_dict(), mask)
-    elif saved.state.get("mask"):
-        mask = Mask.load(run.path / MASK_FILE)
+    # Before step 0: the head in closed form, then the mask. A resumed run reads both from its folder.
+    mask = session.start(model, lambda: fit_head_and_mask(bench))
     space = masked_space(bench, mask)
-    optimizer = make_optimizer(model, cfg, mask)
-    if saved is not None:
-        with fitting(run, saved.step):
-            load_state(model, optimizer, saved.tensors)
-            scaler.load_state_dict(saved.state["scaler"])
-            step, seconds, stale, ridge, facts = saved.step, *(saved.state[key] for key in ("seconds", "stale", "ridge", "mask"))
-            best = {"score": saved.state["best_score"], "step": saved.state["best_step"]}
-            loss_sum.fill_(saved.state["loss_sum"])
-        log.info("resuming at step %d of %d", step, total)
-    run.rewind_metrics(step)
+    training = Training(bench, make_optimizer(model, cfg, mask))  # model, momentum, loss scaler, running loss
+    session.restore(training=training)
+    if total == 0 and session.fresh:
+        session.judge(0, evaluate(bench, 0).get("val_accuracy"), last=True)
+        session.checkpoint(0, session.best_score)
 
-    def save(score: float | None = None) -> None:
-        check_finite(model, loss_sum, step)
-        state = {
-            "seconds": seconds + time.monotonic() - started,
-            "loss_sum": float(loss_sum),
-            "stale": stale,
-            "ridge": ridge,
-            "mask": facts,
-            "best_score": best["score"],
-            "best_step": best["step"],
-            "scaler": scaler.state_dict(),
-        }
-        run.save_checkpoint(step, state_tensors(model, optimizer), state | ({} if score is None else {"score": score}))
+    for step in session.steps(total):
+        epoch, within = divmod(step, steps_per_epoch)
+        lr = learning_rate(cfg.optim, step / total, 1 / total)
+        training.step(epoch, within, lr)
+        if within + 1 < steps_per_epoch:
+            session.checkpoint_if_due(step + 1)
+            continue
 
-    if total == 0 and best["step"] is None:  # the head alone
-        best = {"score": bench.evaluate(bench.val)[1] if len(bench.val) else None, "step": 0}
-        save(best["score"])
-    last_save, order, draws = time.monotonic(), None, None
-    chunk = min(cfg.train.chunk or cfg.optim.batch_size, cfg.optim.batch_size)
-    with progress_bar(cfg.experiment, total, step, cfg.run.progress) as bar:
-        while step < total and not _patience_over(stale, cfg.train.patience):
-            epoch, within = divmod(step, steps_per_epoch)
-            if order is None or draws is None or within == 0:
-                order = batch_indices(len(bench.train), steps_per_epoch, cfg.optim.batch_size, torch_rng(cfg.seed, "batches", epoch, 0))
-                draws = bench.augment.draw(tuple(order.shape), torch_rng(cfg.seed, "augment", epoch, 0))
-            rate = learning_rate(cfg.optim, step / total, 1 / total)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        # The end of an epoch: validate, record, checkpoint.
+        line: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "train_loss": training.mean_loss(steps_per_epoch)}
+        training.check_finite()
+        line |= evaluate(bench, step + 1)
+        training.loss_sum.zero_()
+        session.record(step + 1, line, evaluated=True, last=step + 1 == total)
 
-            # --- one step of SGD; should the device's memory run out, its gradient is taken in halves of what was tried
-            model.train()
-            images, labels = training_batch(bench, bench.train, order[within], draws[within])
-            keep = dropout_mask(bench, len(labels), epoch, 0, within)
-            optimizer.zero_grad(set_to_none=True)
-            try:
-                loss = backward(bench, forward, scaler, images, labels, keep, chunk)
-            except torch.OutOfMemoryError:
-                if chunk == 1:
-                    raise
-                log.warning("out of memory with %d images at once, going on with %d", chunk, (chunk + 1) // 2)
-                chunk = (chunk + 1) // 2
-                torch.cuda.empty_cache()
-                continue
-            if cfg.optim.clip_norm is not None:
-                scaler.unscale_(optimizer)
-                clip_gradients(model, optimizer, cfg.optim.clip_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            loss_sum += loss
-            step += 1
-            bar.advance()
-
-            if step % FINITE_CHECK == 0 and not bool(torch.isfinite(loss_sum)):
-                raise _not_finite(step)
-            if step % steps_per_epoch:
-                if time.monotonic() - last_save >= 60 * cfg.run.checkpoint_minutes:
-                    save()
-                    last_save = time.monotonic()
-                continue
-
-            # --- the end of an epoch: evaluate on validation, log, checkpoint
-            line = {"step": step, "epoch": epoch + 1, "lr": rate, "train_loss": float(loss_sum) / steps_per_epoch}
-            check_finite(model, loss_sum, step)
-            score = None
-            if len(bench.val):
-                line["val_loss"], line["val_accuracy"] = bench.evaluate(bench.val)
-                if not math.isfinite(line["val_loss"]):  # weights may be finite and of no use
-                    raise _not_finite(step)
-                score = line["val_accuracy"]
-                if best["score"] is None or score > best["score"]:
-                    best, stale = {"score": score, "step": step}, 0
-                else:
-                    stale += 1
-            elif step == total:  # without validation the last is best
-                best = {"score": None, "step": step}
-            line["seconds"] = seconds + time.monotonic() - started
-            loss_sum.zero_()
-            run.append_metrics(line)
-            trackers.log(line)
-            save(score)
-            last_save = time.monotonic()
-            shown = f"loss {line['train_loss']:.4f}" + ("" if score is None else f", validation accuracy {100 * score:.2f} %")
-            log.info("epoch %d/%d: %s", epoch + 1, cfg.train.epochs, shown)
-            bar.advance(0, shown)
-
-    # --- the model that validation chose meets the test set, once
-    chosen = run.read_checkpoint(best["step"])
-    if chosen is None:
-        raise UserError(f"run.dir: the best checkpoint (step {best['step']}) is damaged; fedlens resume {run.path} makes it again")
-    load_state(model, optimizer, chosen.tensors)
-    tested = bench.test()
-    elapsed = seconds + time.monotonic() - started
-    summary = {
-        **tested,
-        "val_accuracy": best["score"],
-        "seconds": elapsed,
-        "epochs": step // steps_per_epoch,
-        "best_epoch": best["step"] // steps_per_epoch,
-        "steps": step,
-        "images_per_second": step * cfg.optim.batch_size / elapsed,
-        **bench.description(space),
-        "ridge": ridge,
-        "mask": facts,
+    # The model that validation chose meets the test set, once.
+    assert session.best_step is not None
+    facts = {
+        "epochs": session.last_step // steps_per_epoch,
+        "best_epoch": session.best_step // steps_per_epoch,
+        "steps": session.last_step,
+        "images_per_second": session.last_step * cfg.optim.batch_size / session.seconds,
     }
-    run.finish(summary, model.state_dict())
-    trackers.finish(summary)
-    log.info("%s (best epoch %d, %.0f s)", said(tested), summary["best_epoch"], elapsed)
-    return summary
+    return session.finish(model, bench.test, facts | bench.description(space), "training")
 
 
-def backward(
-    bench: Bench,
-    forward: Callable[..., Tensor],
-    scaler: torch.amp.GradScaler,
-    images: Tensor,
-    labels: Tensor,
-    keep: Tensor | None,
-    chunk: int,
-) -> Tensor:
-    """Adds the gradient of a batch's mean loss, `chunk` images at a time, each part by its share of the batch; returns the loss."""
-    total = torch.zeros((), device=bench.device)
-    for at in range(0, len(labels), chunk):
-        part = slice(at, at + chunk)
-        with bench.precision.autocast():
-            logits = forward(images[part], keep=None if keep is None else keep[part])
-            loss = F.cross_entropy(logits.float(), labels[part], label_smoothing=bench.config.train.label_smoothing)
-        loss = loss * (len(labels[part]) / len(labels))
-        torch.autograd.backward(scaler.scale(loss))
-        total += loss.detach()
-    return total
+def evaluate(bench: Bench, step: int) -> dict[str, float]:
+    """Return validation loss and metrics; nothing without a validation set."""
+    if not len(bench.val):
+        return {}
+    measured = {f"val_{name}": value for name, value in bench.measure(bench.val).items()}
+    if not math.isfinite(measured["val_loss"]):  # weights may be finite and useless
+        raise not_finite(step)
+    return measured
+
+
+@dataclass
+class Training:
+    """One model under SGD: a step at a time, and the state that a checkpoint must carry."""
+
+    bench: Bench
+    optimizer: torch.optim.Optimizer
+    loss_sum: Tensor = field(init=False)  # of the epoch so far
+
+    def __post_init__(self) -> None:
+        cfg = self.bench.config
+        self.model, self.scaler = self.bench.model, self.bench.precision.scaler()
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.bench.device)
+        self.forward: Callable[..., Tensor] = compiled_forward(self.model) if cfg.train.compile else self.model
+        self.chunk = min(cfg.train.chunk or cfg.optim.batch_size, cfg.optim.batch_size)
+        self.at = 0  # steps taken
+        self._epoch = -1  # whose batches are drawn
+
+    def step(self, epoch: int, within: int, lr: float) -> None:
+        """Take one step of SGD on batch `within` of the epoch. If the device's memory runs out, halve the part that is computed at once."""
+        cfg = self.bench.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.model.train()
+        inputs, labels = self._batch(epoch, within)
+        keep = dropout_mask(self.bench, len(labels), epoch, 0, within)
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                loss = self._backward(inputs, labels, keep)
+                break
+            except torch.OutOfMemoryError:
+                if self.chunk == 1:
+                    raise
+                log.warning("out of memory with %d samples at once, continuing with %d", self.chunk, (self.chunk + 1) // 2)
+                self.chunk = (self.chunk + 1) // 2
+                torch.cuda.empty_cache()
+        if cfg.optim.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip_gradients(self.model, self.optimizer, cfg.optim.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.loss_sum += loss
+        self.at = epoch * self.bench.steps_per_epoch + within + 1
+        if self.at % FINITE_CHECK == 0 and not bool(torch.isfinite(self.loss_sum)):
+            raise not_finite(self.at)
+
+    def _batch(self, epoch: int, within: int) -> tuple[Tensor, Tensor]:
+        bench, size = self.bench, self.bench.config.optim.batch_size
+        if epoch != self._epoch:
+            seed = bench.config.seed
+            self._order = batch_indices(len(bench.train), bench.steps_per_epoch, size, torch_rng(seed, "batches", epoch, 0))
+            self._draws = bench.task.draw(tuple(self._order.shape), torch_rng(seed, "augment", epoch, 0))
+            self._epoch = epoch
+        return bench.task.batch(bench.train, self._order[within], select(self._draws, within))
+
+    def _backward(self, inputs: Tensor, labels: Tensor, keep: Tensor | None) -> Tensor:
+        """Add the gradient of the batch's mean loss, `chunk` samples at a time; return the loss."""
+        bench, total = self.bench, torch.zeros((), device=self.bench.device)
+        for at in range(0, len(labels), self.chunk):
+            part = slice(at, at + self.chunk)
+            with bench.precision.autocast():
+                logits = self.forward(inputs[part], keep=None if keep is None else keep[part])
+                loss = bench.task.loss(logits, labels[part], bench.config.train.label_smoothing)
+            loss = loss * (len(labels[part]) / len(labels))
+            torch.autograd.backward(self.scaler.scale(loss))
+            total += loss.detach()
+        return total
+
+    def mean_loss(self, steps: int) -> float:
+        """Return the mean training loss of the epoch."""
+        return float(self.loss_sum) / steps
+
+    def check_finite(self) -> None:
+        """Raise if a loss or a weight is not finite."""
+        if not all(bool(torch.isfinite(each).all()) for each in (self.loss_sum, *self.model.parameters())):
+            raise not_finite(self.at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model, momentum by parameter name, the loss scaler, and the running loss. A state that is not finite is never saved."""
+        self.check_finite()
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for name, param in self.model.named_parameters():
+            buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
+            if buffer is not None:
+                tensors[f"momentum.{name}"] = buffer
+        return {**tensors, "loss_sum": float(self.loss_sum), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self.model.load_state_dict({n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")})
+        for name, param in self.model.named_parameters():
+            if (buffer := state.get(f"momentum.{name}")) is not None:
+                self.optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)
+        self.scaler.load_state_dict(state["scaler"])
+        self.loss_sum.fill_(state["loss_sum"])
 
 
 def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.optim.Optimizer:
-    """SGD with momentum over what trains; under a mask SparseSGDM, which leaves the rest bit for bit."""
+    """Return SGD with momentum over what trains; under a mask SparseSGDM, which leaves the rest bit for bit."""
     o = cfg.optim
     options: dict[str, Any] = {
         "lr": o.lr,
@@ -215,54 +194,23 @@ def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.op
 
 
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, norm: float) -> None:
-    """To this norm over the coordinates that may move."""
+    """Scale gradients down to this norm over the coordinates that may move."""
     if isinstance(optimizer, SparseSGDM):
         optimizer.clip_grad_norm_(norm)
     else:
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], norm)
 
 
-def training_batch(bench: Bench, bank: ImageBank, index: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    images, labels = bank.batch(index)
-    return bench.pipeline(images, draws.to(bench.device)), labels
-
-
 def dropout_mask(bench: Bench, batch: int, *ids: int) -> Tensor | None:
-    """Dropout before the head, keyed like all randomness: [batch, dim], divided by the keep rate."""
+    """Return the keyed dropout before the head, divided by the keep rate: [batch, dim]."""
     rate = bench.config.model.dropout
     if rate == 0:
         return None
-    dim = bench.model.head.in_features  # type: ignore[union-attr]
-    kept = torch.rand(batch, int(dim), generator=torch_rng(bench.config.seed, "dropout", *ids)) >= rate  # type: ignore[arg-type]
-    return (kept.float() / (1 - rate)).to(bench.device)
+    dim = int(bench.model.head.in_features)  # type: ignore[union-attr, arg-type]
+    keep = torch.rand(batch, dim, generator=torch_rng(bench.config.seed, "dropout", *ids)) >= rate
+    return (keep.float() / (1 - rate)).to(bench.device)
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The model under `model.`, momentum under `momentum.`, by parameter name."""
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        buffer = optimizer.state.get(param, {}).get("momentum_buffer")
-        if buffer is not None:
-            tensors[f"momentum.{name}"] = buffer
-    return tensors
-
-
-def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-    for name, param in model.named_parameters():
-        if (buffer := tensors.get(f"momentum.{name}")) is not None:
-            optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)
-
-
-def _patience_over(stale: int, patience: int | None) -> bool:
-    return patience is not None and stale >= patience
-
-
-def check_finite(model: nn.Module, loss: Tensor, step: int) -> None:
-    """Neither the losses so far nor what the last step made of the weights is nan or infinite."""
-    if not all(bool(torch.isfinite(each).all()) for each in (loss, *model.parameters())):
-        raise _not_finite(step)
-
-
-def _not_finite(step: int) -> UserError:
-    return UserError(f"training is not finite at step {step}; a lower optim.lr or optim.clip_norm=1 may help; no such state was saved")
+def not_finite(step: int) -> UserError:
+    """Return the error of a training that diverged."""
+    return UserError(f"Training is not finite at step {step}; try a lower optim.lr or optim.clip_norm=1. No such state was saved.")

@@ -1,7 +1,7 @@
-"""Where the clients are, and all that a server may ask of them.
+"""The clients of a federation, as the server sees them.
 
-A simulation is one `Site` that has every client's data; a deployment is many of them behind a network (deploy). The loop in federated.py
-sees `Clients` and cannot tell one from the other.
+A simulation is one `Site` with the data of every client; a deployment is many sites behind a network (deploy). The loop in
+federated.py uses `Clients` and treats both alike.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from fedlens.training.head_and_mask import BYTES, Scorer, some_samples
 
 @dataclass
 class Traffic:
-    """Bytes between the server and its clients so far, and how many answers were not let in."""
+    """Bytes between the server and its clients so far, and the number of rejected replies."""
 
     up: int = 0
     down: int = 0
@@ -36,7 +36,7 @@ class Traffic:
 
 
 class Clients(Protocol):
-    """What the server's loop knows of its clients. All results are in client order, whoever answered first."""
+    """The clients as the server's loop sees them. All results are in client order."""
 
     traffic: Traffic
 
@@ -44,95 +44,78 @@ class Clients(Protocol):
     def name(self) -> str: ...
 
     def ridge_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(A, b) of each client's features."""
-        ...
+        """Return (A, b) of each client's features."""
 
     def sensitivities(self, names: Collection[str], active: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Each client's sums in the network whose eligible but not `active` weights are softened; coordinates that are not active may be zero."""
-        ...
+        """Return each client's sums in the network whose eligible but not `active` weights are softened.
+
+        Coordinates that are not active may be zero.
+        """
 
     def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
-        """Head and mask are decided: what moves is `space`, and the server's model is where it starts. `fresh`: the clients do not know yet."""
-        ...
+        """Prepare for training in `space`, from the server's model. `fresh`: the clients do not have head and mask yet."""
 
     def fingerprint(self) -> str | None:
-        """Who holds what, by content; None: not known here."""
-        ...
+        """Return a digest of which client holds which data, or None if it is unknown."""
 
     def registry(self) -> dict[str, Any]:
-        """Which client is where, for a checkpoint."""
-        ...
+        """Return where each client is, for a checkpoint."""
 
     def recall(self, registry: Mapping[str, Any]) -> None:
-        """The registry of the process before this one."""
-        ...
+        """Restore the registry of an earlier process."""
 
     def updates(
         self, round_: int, cohort: Sequence[int], present: Sequence[int], theta: Tensor, rule: LocalRule, offsets: Offsets | None
     ) -> Iterator[Update]:
-        """The local training of a round; `present` are those of the cohort that do not drop out."""
-        ...
+        """Train the clients `present`: the sampled cohort without those that drop out."""
 
     def fishers(self, clients: Sequence[int], theta: Tensor) -> Tensor:
-        """[clients, P] sensitivities at θ, each on the client's own data."""
-        ...
+        """Return sensitivities [clients, P] at θ, each on the client's own data."""
 
 
 class Site:
-    """Clients whose data is in this process. `ranks`: under torchrun each process trains its part of a cohort."""
+    """Clients whose data is in this process. With `ranks`, each process of torchrun trains its part of a cohort."""
 
     def __init__(self, bench: Bench, shards: Mapping[int, Index], ranks: Ranks | None = None, *, vectors: tuple[int, int] = (1, 1)) -> None:
         self.bench, self.shards, self.ranks = bench, shards, ranks or Ranks()
-        self.vectors = vectors  # of P numbers that a client gets and sends in a round
+        self.vectors = vectors  # of P numbers that a client receives and sends per round
         self.traffic = Traffic()
-        self.holding = [k for k, shard in sorted(shards.items()) if len(shard)]  # who has data
+        self.holding = [k for k, shard in sorted(shards.items()) if len(shard)]  # clients with data
         self._scored = False
-        self._space: ParamSpace | None = None
-        self._engine: Engine | None = None
+        self.space: ParamSpace  # set by begin
+        self.engine: Engine
 
     @property
     def name(self) -> str:
         return self.engine.name
 
-    @property
-    def space(self) -> ParamSpace:
-        assert self._space is not None, "begin comes first"
-        return self._space
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "begin comes first"
-        return self._engine
-
     def ridge_sums(self, clients: Sequence[int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         bench, classes = self.bench, self.bench.dataset.num_classes
-        whole = bench.features(bench.train) if clients is None else None  # all clients are here: shared with other runs
+        whole = bench.features(bench.train) if clients is None else None  # all clients are here: cached across runs
         for k in self.holding if clients is None else clients:
             where = torch.from_numpy(np.ascontiguousarray(self.shards[k]))
             features = bench.features(bench.train, where) if whole is None else whole[where.to(bench.device)]
             dim = features.shape[1] + 1
             self.traffic.up += 8 * (dim * (dim + 1) // 2 + dim * classes)  # A is symmetric: its upper triangle
             yield ridge_statistics(features, bench.train.labels[where.to(bench.device)], classes)
-            self.traffic.down += BYTES * dim * classes  # the head that the server makes of them all
+            self.traffic.down += BYTES * dim * classes  # the head that the server computes from all sums
 
     def sensitivities(
         self, names: Collection[str], active: Mapping[str, Tensor], clients: Sequence[int] | None = None
     ) -> Iterator[dict[str, Tensor]]:
         score, samples = Scorer(self.bench, self.bench.train), self.bench.config.mask.samples
-        every = sum(mask.numel() for mask in active.values())
-        asked = sum(int(active[name].sum()) for name in names)
+        bitmap = -(-sum(mask.numel() for mask in active.values()) // 8)
+        scored = sum(int(active[name].sum()) for name in names)
         for k in self.holding if clients is None else clients:
-            self.traffic.down += -(-every // 8) if self._scored else 0  # what is still in question, a bit a coordinate: at first all
-            self.traffic.up += BYTES * asked
+            self.traffic.down += bitmap if self._scored else 0  # one bit per coordinate; the first scoring covers all of them
+            self.traffic.up += BYTES * scored
             yield score(some_samples(self.shards[k], samples), names)
         self._scored = True
 
     def begin(self, space: ParamSpace, mask: Mask | None, fresh: bool = True) -> None:
-        bench = self.bench
-        self._space = space
-        fed = bench.config.federated
-        widest = self.ranks.most(min(cohort_size(fed.clients, fed.participation), len(self.holding)))
-        self._engine = choose_engine(bench.config, bench.model, space, bench.train, bench.pipeline, bench.precision, widest)
+        bench, fed, self.space = self.bench, self.bench.config.federated, space
+        widest = self.ranks.largest_share(min(cohort_size(fed.clients, fed.participation), len(self.holding)))
+        self.engine = choose_engine(bench.config, bench.model, space, bench.task, bench.train, bench.precision, widest)
         if mask is not None and fresh:
             self.traffic.down += len(self.holding) * mask.bitmap_bytes
 
@@ -141,7 +124,7 @@ class Site:
         return None if data is None else digest(data, *(torch.from_numpy(np.ascontiguousarray(self.shards[k])) for k in self.holding))
 
     def registry(self) -> dict[str, Any]:
-        return {}  # all here
+        return {}  # every client is in this process
 
     def recall(self, registry: Mapping[str, Any]) -> None:
         pass
@@ -162,7 +145,7 @@ class Site:
             self.shards,
             steps=cfg.federated.local_steps,
             batch=cfg.optim.batch_size,
-            augment=self.bench.augment,
+            draw=self.bench.task.draw,
             straggler_rate=cfg.federated.straggler_rate,
             dropout=cfg.model.dropout,
             features=self.bench.model.head.in_features,  # type: ignore[arg-type, union-attr]

@@ -1,7 +1,7 @@
-"""Step 1 of sparse fine-tuning (TaLoS, Iurada et al. 2025): which coordinates may move, decided before training, in one place or federated.
+"""Step 1 of sparse fine-tuning (TaLoS, Iurada et al. 2025): the mask of coordinates that train, centralised or federated.
 
-Sensitivities are sums over samples, so those of the clients add up to the centralised ones: a client sends its sum over its own
-data for the coordinates that are still in question, and gets back one bit a coordinate. Step 0, the head, is in models/heads.py.
+Sensitivities are sums over samples, so those of the clients add up to the centralised ones. A client sends its sum over its own
+data for the coordinates that are still active, and receives one bit per coordinate. Step 0, the head, is in models/heads.py.
 """
 
 import inspect
@@ -18,96 +18,88 @@ import torch
 from torch import Tensor, nn
 
 from fedlens.data.partition import Index
-from fedlens.errors import UserError
+from fedlens.errors import UserError, bad_value
 from fedlens.lens.mask_rules import STRATEGIES, Mask, build_mask
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
-from fedlens.runs.cache import Form, digest, remembered, split_digest
+from fedlens.models.heads import RidgeChoice, choose_ridge
+from fedlens.runs.cache import Codec, cached, digest, split_digest
+from fedlens.runs.session import Start
 from fedlens.seeding import torch_rng
-from fedlens.tasks.image import ImageBank
+from fedlens.tasks import Samples
 from fedlens.training.bench import Bench
 
 if TYPE_CHECKING:
     from fedlens.training.clients import Clients
 
 log = logging.getLogger("fedlens")
-BYTES = 4  # a number on the wire is float32
-BATCH = 512  # images made ready at a time; how many gradients are held at once is the lens's affair
+BYTES = 4  # per number on the wire: float32
+BATCH = 512  # samples prepared at once; sensitivity() itself limits how many gradients it holds
 
 
 @dataclass
 class Scorer:
-    """Sensitivities of the bench's model, as it stands, on images of one of its splits."""
+    """Sensitivities of the bench's model, in its current state, on samples of a split."""
 
     bench: Bench
-    bank: ImageBank
+    split: Samples
 
     def __call__(self, index: Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """The sum over these samples. The label drawn for a sample is keyed by its position, whoever holds it."""
+        """Return the sum over these samples. The label drawn for a sample depends on its position only, not on its client."""
         c, bench = self.bench.config.mask, self.bench
-        uniform = torch.rand(len(self.bank), generator=torch_rng(bench.config.seed, "labels")).to(bench.device)
+        uniform = torch.rand(len(self.split), generator=torch_rng(bench.config.seed, "labels")).to(bench.device)
         total: dict[str, Tensor] = {}
         for part in torch.split(index, BATCH):
-            images, labels = self.bank.batch(part)
+            inputs, labels = bench.task.batch(self.split, part)
             with bench.precision.autocast():
-                found = sensitivity(
+                scores = sensitivity(
                     bench.model,
-                    bench.pipeline(images),
+                    inputs,
                     labels,
                     labels_from=c.labels_from,
                     score=c.score,
                     names=names,
                     uniform=uniform[part.to(bench.device)],
                 )
-            total = {name: found[name] + total[name] if total else found[name] for name in names}
+            total = {name: scores[name] + total[name] if total else scores[name] for name in names}
         return total
 
 
 def evenly(total: int, count: int | None) -> Tensor:
-    """Up to `count` positions of `total` (all: None) at equal distances: images may lie in order of their classes."""
+    """Return up to `count` of `total` positions (None: all) at equal distances, since samples may be sorted by class."""
     count = total if count is None else min(total, count)
     return torch.arange(count) * total // max(1, count)
 
 
 def some_samples(shard: Index, samples: int | None) -> Tensor:
+    """Return up to `samples` positions of a client's data."""
     return torch.from_numpy(np.ascontiguousarray(shard))[evenly(len(shard), samples)]
 
 
 def make_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
-    """`calibrated_mask`, or what it gave before for the same model, data and configuration: runs that differ in their rate share it."""
+    """Return `calibrated_mask`, cached by model, data and configuration: runs that differ only in their learning rate share it."""
     c = bench.config.mask
     if bench.config.head == "linear" and not getattr(bench.model, "fitted_head", False):
-        raise UserError(
-            "head: linear given, allowed under a mask is ridge, or weights that bring a head: a mask leaves the head as it is, at random"
-        )
-    held = clients.fingerprint() if c.scope == "federated" and clients is not None else split_digest(bench.val.split)
-    if held is None or c.path is not None:
+        raise bad_value("head", "linear", "ridge under a mask, unless the weights contain a head: a mask never trains the head")
+    data = clients.fingerprint() if c.scope == "federated" and clients is not None else split_digest(bench.val.split)
+    if data is None or c.path is not None:
         return calibrated_mask(bench, clients)
     like = None if c.like is None else digest(Mask.load(c.like).vector)
-    settings = (
-        c,
-        _source(STRATEGIES[str(c.strategy)]),
-        like,
-        frozen(bench.model),
-        bench.config.seed,
-        bench.pipeline,
-        bench.precision,
-        torch.get_num_threads(),
-        str(bench.device),
-    )
-    return remembered(digest(bench.model.state_dict(), held, *settings), lambda: calibrated_mask(bench, clients), MASKS)
+    rule = (c, _source(STRATEGIES[str(c.strategy)]), like, frozen(bench.model), bench.config.seed)
+    machine = (bench.task.key, bench.precision, torch.get_num_threads(), str(bench.device))
+    return cached(digest(bench.model.state_dict(), data, *rule, *machine), lambda: calibrated_mask(bench, clients), MASKS)
 
 
 def _source(rule: Callable[..., Any]) -> str:
-    """A rule that was written anew under its old name is another rule."""
+    """Return a rule's source, so that a rule changed under its old name misses the cache."""
     try:
         return inspect.getsource(rule)
     except (OSError, TypeError):  # typed into an interpreter, or not a Python function
         return repr(rule)
 
 
-def _write_mask(found: tuple[Mask, dict[str, Any]], folder: Path) -> None:
-    mask, facts = found
+def _write_mask(result: tuple[Mask, dict[str, Any]], folder: Path) -> None:
+    mask, facts = result
     mask.save(folder / "mask.safetensors")
     (folder / "facts.json").write_text(json.dumps(facts))
 
@@ -116,15 +108,15 @@ def _read_mask(folder: Path) -> tuple[Mask, dict[str, Any]]:
     return Mask.load(folder / "mask.safetensors"), json.loads((folder / "facts.json").read_text())
 
 
-MASKS = Form(_write_mask, _read_mask)
+MASKS = Codec(_write_mask, _read_mask)
 
 
 def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
-    """The mask that the configuration asks for, and what there is to say about it, the bytes that its calibration cost included.
+    """Return the configured mask and its facts, including the bytes of its calibration.
 
-    scope central: scores on the validation set. scope federated: every client scores on its own data, the server adds.
+    scope=central scores on the validation set; with scope=federated every client scores on its own data and the server adds.
     """
-    c, began, asked = bench.config.mask, time.monotonic(), 0
+    c, began, scorings = bench.config.mask, time.monotonic(), 0
     federated = c.scope == "federated" and clients is not None
     before = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
     if c.path is not None:
@@ -132,14 +124,14 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
     else:
 
         def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            nonlocal asked
-            asked += 1
+            nonlocal scorings
+            scorings += 1
             if not federated:
                 return Scorer(bench, bench.val)(evenly(len(bench.val), c.samples), names)
             assert clients is not None
             total: dict[str, Tensor] = {}
-            for found in clients.sensitivities(names, active):
-                total = {name: f + total[name] for name, f in found.items()} if total else found
+            for sums in clients.sensitivities(names, active):
+                total = {name: each + total[name] for name, each in sums.items()} if total else sums
             return total
 
         mask = build_mask(
@@ -151,7 +143,7 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
             seed=bench.config.seed,
             score=scores,
             like=None if c.like is None else Mask.load(c.like),
-            on_round=lambda r, kept: log.info("mask: round %d keeps %s coordinates", r, f"{kept:,}"),
+            on_round=lambda r, active: log.info("mask: %s coordinates after round %d", f"{active:,}", r),
             without=c.without,
             frozen=frozen(bench.model),
         )
@@ -166,7 +158,7 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
         "density": mask.density,
         "active": mask.active,
         "eligible": mask.eligible_count,
-        "scorings": asked,
+        "scorings": scorings,
         "seconds": seconds,
         "bytes_up": after[0] - before[0],
         "bytes_down": after[1] - before[1],
@@ -177,28 +169,61 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
 
 
 def masked_space(bench: Bench, mask: Mask | None) -> ParamSpace:
-    """The space that training moves in. Tensors without active coordinates are frozen: no gradient is computed for them.
+    """Return the space of the parameters that train. Tensors without active coordinates are frozen and get no gradient.
 
-    Compiled blocks share their code, so there a kind of tensor is frozen if it has no active coordinate in any block.
+    Compiled blocks share their code: there a tensor is frozen only if it has no active coordinate in any block.
     """
     if mask is None:
         return ParamSpace.of(bench.model)
-    params, left = dict(bench.model.named_parameters()), frozen(bench.model)
+    params, already_frozen = dict(bench.model.named_parameters()), frozen(bench.model)
     mask.freeze(bench.model)
     moving = {_kind(name) for name, param in params.items() if param.requires_grad}
     if not moving:
-        raise UserError("mask: no coordinate that it has active is in a parameter that trains (model.freeze_blocks, model.freeze_backbone)")
+        raise UserError("mask: all of its active coordinates are frozen; lower model.freeze_blocks or set model.freeze_backbone=false.")
     if bench.config.train.compile:
         for name, param in params.items():
-            param.requires_grad_(_kind(name) in moving and name not in left)
+            param.requires_grad_(_kind(name) in moving and name not in already_frozen)
     return ParamSpace.of(bench.model, mask.as_dict())
 
 
 def frozen(model: nn.Module) -> list[str]:
-    """What the configuration has frozen, before a mask freezes more."""
+    """Return the parameters that the configuration freezes; call it before a mask freezes more."""
     return [name for name, param in model.named_parameters() if not param.requires_grad]
 
 
 def _kind(name: str) -> str:
-    """blocks.3.norm1.bias -> blocks.*.norm1.bias"""
+    """Return the name without block numbers: blocks.3.norm1.bias -> blocks.*.norm1.bias."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def fit_head_and_mask(bench: Bench, clients: "Clients | None" = None, broadcast: Callable[[Any], Any] = lambda value: value) -> Start:
+    """Fit the head in closed form, then calibrate the mask, as the configuration asks; with `clients`, from their sums."""
+    ridge = mask = facts = None
+    if bench.config.head == "ridge":
+        ridge = ridge_facts(bench.fit_ridge_head()) if clients is None else federated_ridge_head(bench, clients)
+    if bench.config.mask.strategy:
+        if clients is None:
+            mask, facts = make_mask(bench)
+        else:
+            up, down = clients.traffic.up, clients.traffic.down
+            mask, facts = broadcast(make_mask(bench, clients))
+            clients.traffic.up, clients.traffic.down = up + facts["bytes_up"], down + facts["bytes_down"]  # also for a cached mask
+    return Start(mask, {"ridge": ridge, "mask": facts})
+
+
+def ridge_facts(choice: RidgeChoice) -> dict[str, Any]:
+    """Return what the summary reports about the head."""
+    return {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
+
+
+def federated_ridge_head(bench: Bench, clients: "Clients") -> dict[str, Any]:
+    """Fit the head from the clients' sums, which are additive: it equals the centralised head for every split."""
+    A = b = None
+    up, down = clients.traffic.up, clients.traffic.down
+    for a_k, b_k in clients.ridge_sums():
+        A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
+    if A is None or b is None:
+        raise UserError("head: no client sent valid sums for the ridge head.")
+    choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
+    bench.set_head(choice)
+    return {**ridge_facts(choice), "bytes_up": clients.traffic.up - up, "bytes_down": clients.traffic.down - down}

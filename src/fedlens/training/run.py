@@ -1,11 +1,11 @@
-"""A run from configuration to summary, and runs as objects: what `fedlens run`, `fedlens resume` and the Python API share."""
+"""A run from configuration to summary, and run folders as objects: shared by `fedlens run`, `fedlens resume` and the Python API."""
 
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,25 @@ from torch import Tensor
 from fedlens.config import Config, validate
 from fedlens.engine.ranks import Ranks
 from fedlens.errors import UserError, bad_value
-from fedlens.lens.mask_rules import Mask
+from fedlens.lens.mask import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.overrides import compose, from_file, to_yaml
 from fedlens.runs.environment import environment
 from fedlens.runs.identity import identity, known_weights, origin_of
-from fedlens.runs.store import CLIENTS_FOLDER, MASK_FILE, START_FILE, RunFolder, read_environment, read_metrics, read_model, read_summary
+from fedlens.runs.session import Session
+from fedlens.runs.store import (
+    CHECKPOINTS,
+    CLIENTS_FOLDER,
+    CONFIG_FILE,
+    MASK_FILE,
+    START_FILE,
+    SUMMARY_FILE,
+    RunFolder,
+    read_environment,
+    read_metrics,
+    read_model,
+    read_summary,
+)
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
 from fedlens.training.bench import Bench, pick_device, set_up
@@ -31,33 +44,36 @@ log = logging.getLogger("fedlens")
 
 
 class Run:
-    """A run folder, read. `.resume()` goes on with an unfinished one."""
+    """A run folder to read. `.resume()` continues an unfinished one."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not (self.path / "config.yaml").is_file():
-            raise UserError(f"run: {self.path} holds no run (no config.yaml)")
+        if not (self.path / CONFIG_FILE).is_file():
+            raise UserError(f"run: {self.path} is not a run folder: it has no {CONFIG_FILE}.")
 
     @property
     def config(self) -> Config:
-        return from_file(self.path / "config.yaml", to_train=False)
+        """The configuration that the run was started with."""
+        return from_file(self.path / CONFIG_FILE, to_train=False)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a line of metrics.jsonl."""
+        """One dict per line of metrics.jsonl."""
         return read_metrics(self.path)
 
     @property
     def finished(self) -> bool:
-        return (self.path / "summary.json").is_file()
+        """True if the run has a summary."""
+        return (self.path / SUMMARY_FILE).is_file()
 
     @property
     def summary(self) -> dict[str, Any]:
+        """The result of a finished run."""
         return read_summary(self.path)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """name -> tensor of the final model: the one that met the test set."""
+        """name -> tensor of the final model: the one evaluated on the test set."""
         return read_model(self.path)
 
     @property
@@ -67,37 +83,37 @@ class Run:
 
     @property
     def mask(self) -> Mask | None:
-        """What was allowed to move; None: everything."""
+        """The coordinates that could move; None: all."""
         file = self.path / MASK_FILE
         return Mask.load(file) if file.is_file() else None
 
     def task_vector(self) -> TaskVector:
-        """τ = θ_T − θ₀: what the run learned."""
+        """Return τ = θ_T − θ₀, what the run learned."""
         tau = TaskVector.between(self.start, self.state)
         return TaskVector(tau.space, tau.vector, [self.origin])
 
     @property
     def origin(self) -> str:
-        """What its vectors have to say of themselves: which images they may have seen."""
+        """The metadata of the run's vectors: which samples they may have seen."""
         return origin_of(self.config, self.path.name)
 
     def client_vectors(self, of: Iterable[int] | None = None) -> dict[int, TaskVector]:
-        """With federated.client_vectors: what each client, or each of these in their order, added to the final model."""
+        """Return what each client, or each of these, added to the final model; needs federated.client_vectors."""
         files = {int(file.stem): file for file in (self.path / CLIENTS_FOLDER).glob("*.safetensors")}
         if not files:
-            raise UserError(f"run: {self.path} kept no client vectors; run it with federated.client_vectors=true")
+            raise UserError(f"run: {self.path} has no client vectors; run it with federated.client_vectors=true")
         wanted = sorted(files) if of is None else list(of)
-        if strange := [client for client in wanted if client not in files]:
-            raise bad_value("client", strange[0], f"one that added to the final model: {', '.join(map(str, sorted(files)))}")
+        if missing := [client for client in wanted if client not in files]:
+            raise bad_value("client", missing[0], f"one that added to the final model: {', '.join(map(str, sorted(files)))}")
         vectors = {client: TaskVector.load(files[client]) for client in wanted}
         return {client: TaskVector(tau.space, tau.vector, [self.origin]) for client, tau in vectors.items()}
 
     def resume(self) -> "Run":
-        """Go on from the last sound checkpoint; a finished run is left as it is."""
+        """Continue from the last intact checkpoint; a finished run is left as it is."""
         if not self.finished:
             config = validate(self.config)
             config.run.dir = str(self.path)
-            execute(config, go_on=True)
+            execute(config, resume=True)
         return self
 
     def __repr__(self) -> str:
@@ -105,108 +121,115 @@ class Run:
 
 
 def default_folder(config: Config) -> Path:
+    """Return the folder of a run that names none."""
     return Path("runs") / f"{config.experiment}-{time.strftime('%Y%m%d-%H%M%S')}-{identity(config)[:6]}"
 
 
-def execute(config: Config, *, go_on: bool = False, watch: Tracker | None = None, clients: Callable[[Bench], Clients] | None = None) -> Run:
-    """Set up, open the run folder, train. The folder appears only when the input has proved sound.
+def execute(
+    config: Config, *, resume: bool = False, watch: Tracker | None = None, clients: Callable[[Bench], Clients] | None = None
+) -> Run:
+    """Set up, open the run folder, train. The folder appears only after the input has proved sound.
 
-    Under torchrun every process comes here; the first one has the folder.
-    `clients`: they are elsewhere, and this reaches them; None: all in this process, by data.partition.
-    `watch` sees every line of metrics, as the trackers do, and may end the run by raising.
+    Under torchrun every process calls this; the first one has the folder.
+    `clients`: returns clients on other machines; None: simulate all of them here, split by data.partition.
+    `watch` receives every line of metrics, as the trackers do, and ends the run by raising.
     """
-    is_federated = config.experiment.startswith("fed")
-    if not is_federated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"experiment: {config.experiment} is one process; torchrun is for the federated ones")
+    federation = config.trainer == "federated"
+    if not federation and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"experiment: {config.experiment} runs in one process; torchrun is for federated experiments.")
     if config.privacy.secure_aggregation and clients is None:
-        raise UserError("privacy.secure_aggregation: true given, allowed is false in one process, where there is nobody to hide from")
+        raise UserError(
+            "privacy.secure_aggregation needs a deployment (fedlens federate): a simulation has no server to hide updates from."
+        )
     with ExitStack() as stack:
         ranks = Ranks.start(pick_device(config.device))
         stack.callback(ranks.stop)
-        path, go_on = ranks.tell(_where(config, go_on) if ranks.first else None)
-        if go_on and ranks.tell((path / "summary.json").is_file()):
+        path, resume = ranks.broadcast(_where(config, resume) if ranks.first else None)
+        if resume and ranks.broadcast((path / SUMMARY_FILE).is_file()):
             return Run(path)
-        if go_on and ranks.world == 1 and pick_device(config.device).type == "cpu":
+        if resume and ranks.world == 1 and pick_device(config.device).type == "cpu":
             stack.enter_context(_threads_of(path))
         bench = set_up(config)
-        shards = federated.make_shards(bench) if is_federated and clients is None else []
-        folder = None
-        if ranks.first:
-            keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
-            began = environment() | ({"weights": known_weights(config.model.weights)} if config.model.weights else {})
-            folder = RunFolder.open(path, **keep) if go_on else RunFolder.create(path, to_yaml(config), began, **keep)
-            if not go_on and clients is None:  # of a federation its log says which site was silent
-                stack.enter_context(_nothing_half_written(path))
-            stack.enter_context(folder)
-            log.info("run %s", path)
+        shards = federated.make_shards(bench) if federation and clients is None else []
+        folder = stack.enter_context(_open_folder(config, path, resume, simulated=clients is None)) if ranks.first else None
         trackers = Trackers(config.run.trackers if ranks.first else [], path, asdict(config))
         trackers.watchers += [watch] if watch else []
-        if is_federated:
+        unit = "round" if federation else "epoch"
+        session = stack.enter_context(Session(config, folder, trackers, unit=unit, broadcast=ranks.broadcast, first=ranks.first))
+        if federation:
             if folder and clients is None:
                 federated.describe_partition(bench, shards, folder)
-            site = federated.simulated(bench, shards, ranks) if clients is None else clients(bench)
-            federated.train(bench, site, folder, trackers, ranks)
+            federated.train(bench, clients(bench) if clients else federated.simulated(bench, shards, ranks), session, ranks)
         else:
-            assert folder is not None
-            centralized.train(bench, folder, trackers)
+            centralized.train(bench, session)
         ranks.wait()
     return Run(path)
 
 
-def _where(config: Config, go_on: bool) -> tuple[Path, bool]:
-    """The run's folder, and whether it goes on with what is there."""
+@contextmanager
+def _open_folder(config: Config, path: Path, resume: bool, simulated: bool) -> Iterator[RunFolder]:
+    """Open or create the run folder. A new simulation that fails before it trained leaves no folder; that of a federation keeps its log."""
+    keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
+    started = environment() | ({"weights": known_weights(config.model.weights)} if config.model.weights else {})
+    folder = RunFolder.open(path, **keep) if resume else RunFolder.create(path, to_yaml(config), started, **keep)
+    with nothing_half_written(path) if simulated and not resume else nullcontext(), folder:
+        log.info("run %s", path)
+        yield folder
+
+
+def _where(config: Config, resume: bool) -> tuple[Path, bool]:
+    """Return the run's folder, and True if the run continues what is there."""
     path = Path(config.run.dir) if config.run.dir else default_folder(config)
-    if go_on or not (path / "config.yaml").is_file():
-        return path, go_on
+    if resume or not (path / CONFIG_FILE).is_file():
+        return path, resume
     if config.run.if_exists == "error":
-        raise UserError(f"run.dir: {path} already holds a run; go on with it: fedlens resume {path}")
-    if identity(from_file(path / "config.yaml"), read_environment(path).get("weights")) != identity(config):
-        raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder")
+        raise UserError(f"run.dir: {path} already holds a run; resume it: fedlens resume {path}")
+    if identity(from_file(path / CONFIG_FILE), read_environment(path).get("weights")) != identity(config):
+        raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder.")
     return path, True
 
 
 @contextmanager
-def _nothing_half_written(path: Path) -> Iterator[None]:
-    """What is wrong with the input may show only when the head or the mask is made: a folder of ours in which nothing was trained yet is not left behind."""
+def nothing_half_written(path: Path) -> Iterator[None]:
+    """Remove a new run folder if an error in the input shows only when head or mask are made, before anything was trained."""
     try:
         yield
     except UserError:
-        if not any((path / "checkpoints").glob("step-*")) and not read_metrics(path):
+        if not any((path / CHECKPOINTS).glob("step-*")) and not read_metrics(path):
             shutil.rmtree(path, ignore_errors=True)
         raise
 
 
 @contextmanager
 def _threads_of(path: Path) -> Iterator[None]:
-    """As many threads as the run began with, where there are cores for them: on a CPU the last bits of a sum depend on how many add it."""
-    here, told = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
-    began = int(told) if told.isdecimal() else 0
-    if began in (0, here):
+    """Use as many threads as the run started with, if there are cores for them: on a CPU the last bits of a sum depend on their number."""
+    now, recorded = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
+    before = int(recorded) if recorded.isdecimal() else 0
+    if before in (0, now):
         yield
         return
-    if began > _cores():
-        log.warning(
-            "begun with %d threads, here are %d: the last bits of sums may differ from those of a run that was not interrupted", began, here
-        )
+    if before > _cores():
+        log.warning("started with %d threads, now there are %d: the last bits may differ from those of an uninterrupted run", before, now)
         yield
         return
-    log.info("with %d threads, as it began, not %d: the last bits of sums depend on it", began, here)
-    torch.set_num_threads(began)
+    log.info("using %d threads, as at the start, instead of %d: the last bits of sums depend on it", before, now)
+    torch.set_num_threads(before)
     try:
         yield
     finally:
-        torch.set_num_threads(here)
+        torch.set_num_threads(now)
 
 
 def _cores() -> int:
-    """Of this process, which may be pinned to some of the machine's."""
+    """Return the cores of this process, which may be pinned to some of the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(overrides: Sequence[str]) -> Run:
-    """The same as `fedlens run …`: fl.run(["experiment=centralized", "seed=3"])."""
+    """Run an experiment, as `fedlens run …` does: fl.run(["experiment=centralized", "seed=3"])."""
     return execute(compose(overrides))
 
 
 def load_run(path: str | Path) -> Run:
+    """Return the run of a folder."""
     return Run(path)

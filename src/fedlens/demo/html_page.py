@@ -1,4 +1,4 @@
-"""A self-contained HTML page: headings, prose, tables and inline SVG. No request leaves the file."""
+"""The demo's self-contained HTML page: headings, prose, tables and inline SVG, without network requests."""
 
 import re
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; } code, pre {
 pre { padding: .7rem 1rem; border: 1px solid var(--line); border-radius: 8px; overflow-x: auto; }
 @media print { body { max-width: none; } }
 """
-NUMBER = re.compile(r"[+-]?[\d.,]+( (MB|%))?|nan|-?inf")  # stands at the right of its cell
+NUMBER = re.compile(r"[+-]?[\d.,]+( (MB|%))?|nan|-?inf")  # aligned to the right
 
 
-class Page:
-    """Collects sections in order; `html()` is the whole file."""
+class DemoPage:
+    """A page that collects sections in order."""
 
     def __init__(self, title: str, lead: str) -> None:
         self.title = title
@@ -39,11 +39,10 @@ class Page:
         self.parts += [f"<p>{escape(p)}</p>" for p in paragraphs]
 
     def figure(self, figure: Figure, caption: str, *beside: Figure) -> None:
-        """A figure, or several side by side where the page is wide enough, under one caption."""
+        """Add a figure, or several side by side where the page is wide enough, with one caption."""
         drawn = "".join(map(as_svg, (figure, *beside)))
-        self.parts.append(
-            f'<figure role="img" aria-label="{escape(caption)}"><div class="row">{drawn}</div><figcaption>{escape(caption)}</figcaption></figure>'
-        )
+        text = escape(caption)
+        self.parts.append(f'<figure role="img" aria-label="{text}"><div class="row">{drawn}</div><figcaption>{text}</figcaption></figure>')
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         def cell(value: object) -> str:
@@ -58,8 +57,7 @@ class Page:
         self.parts.append(f"<pre>{escape(text)}</pre>")
 
     def html(self) -> str:
-        head = (
-            f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(self.title)}</title>'
-        )
-        icon = '<link rel="icon" href="data:,">'  # without it a browser asks a server for one
+        viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        head = f'<meta charset="utf-8">{viewport}<title>{escape(self.title)}</title>'
+        icon = '<link rel="icon" href="data:,">'  # without it, a browser requests one
         return f'<!doctype html><html lang="en"><head>{head}{icon}<style>{STYLE}</style></head><body>{"".join(self.parts)}</body></html>\n'

@@ -1,0 +1,248 @@
+"""A run while it trains: resume, best model, patience, metrics, checkpoints, progress and the end, once for both loops.
+
+A checkpoint is the session's own counters and the `state_dict` of everything that a loop hands to `restore`. What is restored is exactly
+what was saved, so a run that is killed at any moment ends with the same bits.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from fedlens.config import Config
+from fedlens.errors import UserError, first_line
+from fedlens.lens.mask import Mask
+from fedlens.runs.progress import Bar, progress_bar
+from fedlens.runs.store import MASK_FILE, Checkpoint, RunFolder
+from fedlens.runs.trackers import Trackers
+
+log = logging.getLogger("fedlens")
+Summary = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """Anything with state that a checkpoint must carry: tensors and JSON values by name."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Start:
+    """The decisions before the first step: the mask (None: dense) and what the summary reports about head and mask."""
+
+    mask: Mask | None = None
+    facts: dict[str, Any] = field(default_factory=lambda: {"ridge": None, "mask": None})
+
+
+class Session:
+    """One run in one process: a context manager around a training loop.
+
+    `folder` is None on all but the first of several processes, which hold the same state: `broadcast` gives every process the first one's
+    value. `unit` is what metrics are recorded per: a round or an epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder | None,
+        trackers: Trackers,
+        *,
+        unit: str,
+        broadcast: Callable[[Any], Any] = lambda value: value,
+        first: bool = True,
+    ) -> None:
+        self.config, self.folder, self.trackers, self.unit = config, folder, trackers, unit
+        self.broadcast, self.first = broadcast, first
+        self.started = self.last_save = self.round_started = time.monotonic()
+        self.saved: Checkpoint | None = broadcast(folder.latest_checkpoint() if folder else None)
+        own: dict[str, Any] = self.saved.state["session"] if self.saved else {}
+        with self._fitting(self.step):
+            self.seconds_before = float(own["seconds"]) if own else 0.0
+            self.stale = int(own["stale"]) if own else 0  # evaluations since the best
+            self.best_score: float | None = own["best_score"] if own else None
+            self.best_step: int | None = own["best_step"] if own else None
+            self.start_facts: dict[str, Any] = own["facts"] if own else {}
+        self._parts: dict[str, Stateful] = {}
+        self._stack = ExitStack()
+        self._bar: Bar | None = None
+        self.last_step = self.step  # the step that has been reached
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # --- start and resume ----------------------------------------------------------------------------------------
+
+    @property
+    def fresh(self) -> bool:
+        """True if the run starts now, False if it resumes."""
+        return self.saved is None
+
+    @property
+    def step(self) -> int:
+        """The step that this process starts from."""
+        return self.saved.step if self.saved else 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before an interruption included."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def secret(self) -> int:
+        """Return the key that only this run folder holds, on every process."""
+        key: int = self.broadcast(self.folder.secret() if self.folder else None)
+        return key
+
+    def start(self, model: nn.Module, fit: Callable[[], Start]) -> Mask | None:
+        """Fit head and mask before the first step, or read them from the run folder; return the mask."""
+        if self.fresh:
+            start = fit()
+            self.start_facts = start.facts
+            if self.folder:
+                self.folder.keep_start(model.state_dict(), start.mask)
+            return start.mask
+        has_mask = self.folder and self.start_facts["mask"]
+        mask: Mask | None = self.broadcast(Mask.load(self.folder.path / MASK_FILE) if self.folder and has_mask else None)
+        return mask
+
+    def restore(self, **parts: Stateful) -> None:
+        """Load the last checkpoint into these parts; from now on, checkpoints consist of their states."""
+        self._parts = parts
+        if self.saved is not None:
+            self._load(self.saved, parts)
+            log.info("resuming at %s %d", "round" if self.unit == "round" else "step", self.step)
+            self.saved = Checkpoint(self.saved.step, {}, {})  # its tensors have been copied
+        if self.folder:
+            self.folder.rewind_metrics(self.step)
+
+    def _load(self, checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
+        with self._fitting(checkpoint.step):
+            for name, part in parts.items():
+                prefix = f"{name}."
+                tensors = {key.removeprefix(prefix): tensor for key, tensor in checkpoint.tensors.items() if key.startswith(prefix)}
+                part.load_state_dict({**checkpoint.state.get(name, {}), **tensors})
+
+    @contextmanager
+    def _fitting(self, step: int) -> Iterator[None]:
+        """Report in one line a checkpoint of another model, or one whose state.json was edited."""
+        try:
+            yield
+        except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            problem = f"no {error}" if isinstance(error, KeyError) else first_line(error).removesuffix(":")
+            where = f"{self.folder.path}: " if self.folder else ""
+            raise UserError(f"run.dir: {where}the checkpoint of step {step} does not fit the run's config.yaml ({problem}).") from None
+
+    # --- while it runs -------------------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the steps or rounds that are left, until patience runs out or the target accuracy is reached."""
+        show = self.config.run.progress and self.first
+        self._bar = self._stack.enter_context(progress_bar(self.config.experiment, total, self.step, show))
+        for step in range(self.step, total):
+            if self._enough():
+                return
+            self.round_started = time.monotonic()
+            yield step
+            self.last_step = step + 1
+            self._bar.advance()
+
+    def _enough(self) -> bool:
+        """A function of what a checkpoint holds, so that a resumed run stops where an uninterrupted one does."""
+        patience, target = self.config.train.patience, self.config.federated.target_accuracy if self.unit == "round" else None
+        out_of_patience = patience is not None and self.stale >= patience
+        return out_of_patience or (target is not None and self.best_score is not None and self.best_score >= target)
+
+    def record(self, step: int, line: dict[str, Any], *, evaluated: bool = False, last: bool = False) -> None:
+        """Write a line of metrics; after an evaluation, compare with the best and write a checkpoint."""
+        score: float | None = line.get("val_accuracy")
+        if evaluated:
+            self.judge(step, score, last)
+        line = {"step": step, **line, "seconds": self.seconds}
+        if self.unit == "round":
+            line["round_seconds"] = time.monotonic() - self.round_started
+        if self.folder:
+            self.folder.append_metrics(line)
+            self.trackers.log(line)
+        if not evaluated:
+            self.checkpoint_if_due(step)
+            return
+        self.checkpoint(step, score)
+        shown = "" if score is None else f", validation accuracy {100 * score:.2f} %"
+        if self.first:
+            log.info("%s %d: loss %.4f%s", self.unit, line[self.unit], line.get("train_loss", float("nan")), shown)
+        if self._bar:
+            self._bar.advance(0, shown.removeprefix(", "))
+
+    def judge(self, step: int, score: float | None, last: bool) -> None:
+        """Compare a validation score with the best. Of equal scores the earlier is the best; without validation the last model is."""
+        if score is None:
+            self.best_step = step if last else None
+        elif self.best_score is None or score > self.best_score:
+            self.best_score, self.best_step, self.stale = score, step, 0
+        else:
+            self.stale += 1
+
+    def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint if run.checkpoint_minutes have passed since the last one."""
+        if time.monotonic() - self.last_save >= 60 * self.config.run.checkpoint_minutes:
+            self.checkpoint(step)
+
+    def checkpoint(self, step: int, score: float | None = None) -> None:
+        """Write the state of all parts. `score`: of the model just evaluated, by which the best checkpoints are kept."""
+        self.last_save = time.monotonic()
+        if self.folder is None:
+            return
+        tensors: dict[str, Tensor] = {}
+        state: dict[str, Any] = {} if score is None else {"score": score}
+        for name, part in self._parts.items():
+            saved = part.state_dict()
+            tensors |= {f"{name}.{key}": value for key, value in saved.items() if isinstance(value, Tensor)}
+            state[name] = {key: value for key, value in saved.items() if not isinstance(value, Tensor)}
+        own = {"seconds": self.seconds, "stale": self.stale, "best_score": self.best_score, "best_step": self.best_step}
+        state["session"] = own | {"facts": self.start_facts}
+        # With checkpoint_minutes=0, write before the next model is sent: a repeated round could receive different updates.
+        self.folder.save_checkpoint(step, tensors, state, wait=self.config.run.checkpoint_minutes == 0)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        model: nn.Module,
+        test: Callable[[], Mapping[str, Any]],
+        summary: Summary,
+        *chosen: str,
+        write: Callable[[RunFolder], None] = lambda folder: None,
+    ) -> Summary | None:
+        """Evaluate the model that validation chose on the test set, once; write model and summary.
+
+        `chosen`: the parts whose state goes back to the best checkpoint. `write`: further files, before the summary makes the run finished.
+        """
+        if self.folder is None:
+            return None
+        best = self.folder.read_checkpoint(self.best_step) if self.best_step is not None else None
+        if best is None:
+            raise UserError(
+                f"run.dir: the best checkpoint ({self.best_step}) is damaged; fedlens resume {self.folder.path} makes it again."
+            )
+        self._load(best, {name: self._parts[name] for name in chosen})
+        tested = test()
+        write(self.folder)
+        summary = {**tested, "val_accuracy": self.best_score, "seconds": self.seconds, **summary, **self.start_facts}
+        self.folder.finish(summary, model.state_dict())
+        self.trackers.finish(summary)
+        log.info("%s (best at step %d, %.0f s)", describe_test(tested), self.best_step, summary["seconds"])
+        return summary
+
+
+def describe_test(tested: Mapping[str, Any]) -> str:
+    """Return the result on the test set in words."""
+    accuracy = tested["test_accuracy"]
+    return "not evaluated on the test set" if accuracy is None else f"test accuracy {100 * accuracy:.2f} %"

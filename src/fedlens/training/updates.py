@@ -1,0 +1,206 @@
+"""The updates of one round: checked, counted and summed as they arrive, and each client's part of the model."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlens.config import Config
+from fedlens.engine.local_work import Update
+from fedlens.engine.ranks import Ranks
+from fedlens.errors import UserError
+from fedlens.lens.diagnostics import RoundSums
+from fedlens.lens.norms import l2
+from fedlens.lens.space import ParamSpace
+from fedlens.training.algorithms import FedAvg
+from fedlens.training.clients import Clients, Traffic
+from fedlens.training.privacy import Privacy
+
+log = logging.getLogger("fedlens")
+
+
+@dataclass(frozen=True)
+class Received:
+    """One accepted update; `delta` [P] only if it is needed after the sum."""
+
+    client: int
+    samples: int
+    steps: int
+    delta: Tensor | None
+    clients: int = 1  # that it stands for: under secure aggregation, one update is the mean of many
+
+
+@dataclass
+class Arrived:
+    """All updates of a round: their sums, and the accepted ones in client order."""
+
+    expected: int  # clients that train in this round
+    detailed: bool = False  # with federated.client_metrics
+    sums: RoundSums = field(default_factory=RoundSums)
+    updates: list[Received] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    nonfinite: int = 0
+    refused: int = 0
+
+    @property
+    def count(self) -> int:
+        """Accepted updates."""
+        return self.sums.count
+
+    @property
+    def answered(self) -> int:
+        """Clients whose updates were accepted."""
+        return sum(update.clients for update in self.updates)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The (samples, steps) of each update."""
+        return [(update.samples, update.steps) for update in self.updates]
+
+    def rows(self) -> Tensor:
+        """All updates side by side: [clients, P]."""
+        return torch.stack([update.delta for update in self.updates if update.delta is not None])
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the round's counts, training loss and geometry of updates; of a secure sum only the loss is known."""
+        counts: dict[str, Any] = {"clients": self.answered, "nonfinite": self.nonfinite}
+        if self.detailed:
+            counts["client_metrics"] = self.details
+        if not self.count:
+            return counts
+        return counts | (self.sums.metrics() if self.answered == len(self.updates) else {"train_loss": self.sums.loss / self.sums.weight})
+
+
+@dataclass
+class UpdateCollector:
+    """Accepts the updates of one round: drops what is not finite or too long, clips, and adds to the sums."""
+
+    config: Config
+    algorithm: FedAvg
+    privacy: Privacy
+    lr: float
+    round_: int
+    arrived: Arrived
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if single updates are needed after the sum: by a merge rule other than the running mean, or as client vectors."""
+        return self.config.server.merge != "mean" or self.config.federated.client_vectors
+
+    def collect(self, updates: Iterator[Update], ranks: Ranks, size: int) -> Arrived:
+        """Return what has arrived, the updates of all processes together."""
+        everywhere = self.keeps_rows or self.algorithm.needs_every_update
+        if everywhere:
+            updates = iter(ranks.all_updates([update.owned() for update in updates], size, max(1, self.arrived.expected)))
+        for update in updates:
+            self._add(update)
+        self.algorithm.end_round()
+        if not everywhere:
+            a = self.arrived
+            a.sums, a.updates, a.details = ranks.all_sums(a.sums, size), ranks.gather(a.updates), ranks.gather(a.details)
+            a.nonfinite, a.refused = sum(ranks.gather([a.nonfinite])), sum(ranks.gather([a.refused]))
+        return self.arrived
+
+    def _add(self, update: Update) -> None:
+        norm, loss, bound = l2(update.delta), float(update.loss), self.config.server.norm_bound
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.arrived.nonfinite += 1
+            log.warning("round %d: the update of client %d is not finite and was dropped", self.round_ + 1, update.client)
+            return
+        if bound is not None and norm > bound:
+            self.arrived.refused += 1
+            facts = (self.round_ + 1, update.client, norm, bound)
+            log.warning("round %d: the update of client %d has norm %.4g > server.norm_bound %.4g and was rejected", *facts)
+            return
+        self.algorithm.receive(update, self.lr)
+        clipped = self.privacy.factor(norm)
+        scale = self.algorithm.scale(update) * clipped
+        delta = update.delta if scale == 1.0 else update.delta * scale
+        self.arrived.sums.add(delta, norm * scale, self.privacy.weight(update.samples), loss, client_norm=norm * clipped)
+        row = delta if self.keeps_rows else None  # owned: see `collect`
+        self.arrived.updates.append(Received(update.client, update.samples, update.steps, row, update.clients))
+        self.arrived.details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
+
+
+@dataclass
+class Totals:
+    """Clients that dropped out, and updates that were not finite or were rejected, over all rounds."""
+
+    dropped: int = 0
+    nonfinite: int = 0
+    refused: int = 0
+
+    def begin_round(self, traffic: Traffic) -> None:
+        """Count what was rejected before the round: sums for head and mask."""
+        self.refused, traffic.refused = self.refused + traffic.refused, 0
+
+    def add(self, arrived: Arrived, sampled: int, traffic: Traffic) -> None:
+        """Count a round. In a deployment, clients that did not answer have dropped out as well."""
+        refused, traffic.refused = arrived.refused + traffic.refused, 0
+        silent = max(0, arrived.expected - arrived.answered - arrived.nonfinite - refused)
+        self.dropped += sampled - arrived.expected + silent
+        self.nonfinite += arrived.nonfinite
+        self.refused += refused
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dropped, self.nonfinite, self.refused = (int(state[name]) for name in ("dropped", "nonfinite", "refused"))
+
+
+@dataclass
+class Ledger:
+    """With federated.client_vectors: the vector that each client has added to θ."""
+
+    on: bool
+    device: torch.device
+    added: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, arrived: Arrived, alpha: float) -> None:
+        """Credit each client with its share of the step α·d."""
+        if self.on:
+            for update in arrived.updates:
+                assert update.delta is not None
+                part = alpha * update.samples / arrived.sums.weight * update.delta
+                self.added[update.client] = part + self.added[update.client] if update.client in self.added else part
+
+    def vectors(self, space: ParamSpace) -> Mapping[int, Mapping[str, Tensor]]:
+        """Return each client's vector by parameter name."""
+        zeros = torch.zeros(space.dense_size, device=self.device)
+        return {client: space.views(space.expand(vector, zeros).cpu()) for client, vector in self.added.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(client): vector for client, vector in self.added.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.added = {int(client): vector.to(self.device) for client, vector in state.items()}
+
+
+@dataclass
+class ClientRecords:
+    """What a checkpoint holds of the clients: bytes sent so far, and which client is at which site."""
+
+    clients: Clients
+
+    def state_dict(self) -> dict[str, Any]:
+        traffic = self.clients.traffic
+        return {"bytes_up": traffic.up, "bytes_down": traffic.down, "registry": self.clients.registry()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        traffic = self.clients.traffic
+        traffic.up, traffic.down = traffic.up + int(state["bytes_up"]), traffic.down + int(state["bytes_down"])
+        self.clients.recall(state["registry"])
+
+
+def check_progress(arrived: Arrived, round_: int) -> None:
+    """Raise if every expected update was not finite: training has diverged."""
+    if arrived.expected and arrived.nonfinite == arrived.expected:
+        raise UserError(f"round {round_ + 1}: no client's update is finite; try a lower optim.lr or optim.clip_norm=1.")
+
+
+__all__ = ["Arrived", "ClientRecords", "Ledger", "Received", "Totals", "UpdateCollector", "check_progress"]
