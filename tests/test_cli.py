@@ -154,8 +154,8 @@ def test_every_public_name_resolves() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["run", "experiment=centralized"], "an interrupted run goes on with: fedlens resume RUN"),
-        (["study", "strategies"], "the same command goes on with what is missing"),
+        (["run", "experiment=centralized"], "continue an interrupted run with: fedlens resume RUN"),
+        (["study", "strategies"], "the same command continues with what is missing"),
     ],
 )
 def test_an_interrupt_is_one_line_that_says_how_to_go_on(

@@ -607,7 +607,7 @@ class Recorder:
 
 def test_a_tracker_that_cannot_be_begun_is_one_line(fast_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRACKERS, "wandb", lambda *given: Recorder(*given, lost=0))
-    with pytest.raises(UserError, match=r"run\.trackers: wandb cannot be begun: no route to host$"):
+    with pytest.raises(UserError, match=r"run\.trackers: wandb cannot be started: no route to host$"):
         fast_run("r", "run.trackers=[wandb]")
     assert not (tmp_path / "r").exists()
 
@@ -622,7 +622,7 @@ def test_a_tracker_that_is_lost_on_the_way_is_left_out_and_one_who_watches_ends_
     run = fast_run("r", *options, "run.trackers=[wandb,mlflow]")
     assert run.finished and sound.steps == [1, 2, 3] and sound.finished
     assert lost.steps == [1] and not lost.finished
-    assert (run.path / "log.txt").read_text().count("WARNING | tracker wandb: no route to host; the run goes on without it") == 1
+    assert (run.path / "log.txt").read_text().count("WARNING | tracker wandb: no route to host; the run continues without it") == 1
     with pytest.raises(ConnectionError):
         execute.execute(compose([*FAST, *options, f"run.dir={tmp_path / 's'}"]), watch=Recorder(lost=2))
     assert not fl.load_run(tmp_path / "s").finished

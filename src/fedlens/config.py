@@ -37,7 +37,7 @@ def trainer_of(experiment: str) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """What is known about one configuration key."""
+    """The declaration of one configuration key."""
 
     meaning: str
     default: Any = None

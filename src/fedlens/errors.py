@@ -12,18 +12,18 @@ class Elsewhere(UserError):
     """A disk or network failure; retrying may succeed."""
 
 
-def bad_value(field: str, given: object, expected: str) -> UserError:
+def bad_value(field: str, value: object, expected: str) -> UserError:
     """Return the error for a value out of range: `optim.lr must be > 0, got -1.`"""
-    return UserError(f"{field} must be {expected}, got {given!r}.")
+    return UserError(f"{field} must be {expected}, got {value!r}.")
 
 
-def unknown(field: str, given: str, known: Iterable[str]) -> UserError:
+def unknown(field: str, name: str, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name, with the nearest valid one."""
     names = list(known)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed = ", ".join(names) if len(names) <= 20 else ", ".join(near or names[:20]) + ", …"
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UserError(f"{field} must be one of {listed}; got {given!r}.{hint}")
+    return UserError(f"{field} must be one of {listed}; got {name!r}.{hint}")
 
 
 def first_line(error: BaseException) -> str:

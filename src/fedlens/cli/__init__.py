@@ -160,15 +160,15 @@ def study_command(args: argparse.Namespace) -> int:
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
     study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
     if args.plan:
-        open_ = {cell: search.spec.key for search in study.searches if search.next for cell in search.spec.cells}
+        untuned = {cell: search.spec.key for search in study.searches if search.next for cell in search.spec.cells}
         for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
-            name = f"({open_[planned.cell]} to be tuned)" if planned.cell in open_ else planned.name
+            name = f"({untuned[planned.cell]} to be tuned)" if planned.cell in untuned else planned.name
             print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
         return 0
-    found = Gathered([study.run()])
-    print(markdown_report(found))
+    results = Gathered([study.run()])
+    print(markdown_report(results))
     if args.report:
-        print(f"written: {write_report(found, study.folder / 'report')}")
+        print(f"written: {write_report(results, study.folder / 'report')}")
     return 2 if study.failures else 0
 
 
@@ -183,8 +183,8 @@ def report_command(args: argparse.Namespace) -> int:
 def keep_command(args: argparse.Namespace) -> int:
     from fedlens.study.archive import archive
 
-    for kept in archive([Path(path) for path in args.paths], Path(args.out)):
-        print(kept.text())
+    for report in archive([Path(path) for path in args.paths], Path(args.out)):
+        print(report.text())
     return 0
 
 
@@ -259,7 +259,23 @@ def choices_text() -> str:
     return "\n".join(["names to choose from:", *lines, "all keys: fedlens run --print-config; one key: fedlens explain KEY"])
 
 
+Commands = Any  # argparse's private type of a set of subcommands
+
+
+def command(where: Commands, name: str, call: Callable[[argparse.Namespace], int], text: str, example: str) -> argparse.ArgumentParser:
+    """Add a subcommand with its one-line help and an example."""
+    raw = argparse.RawDescriptionHelpFormatter
+    new: argparse.ArgumentParser = where.add_parser(name, help=text, description=text, epilog=f"example: {example}", formatter_class=raw)
+    new.set_defaults(call=call)
+    return new
+
+
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    from fedlens.cli.arith import register as register_arith
+    from fedlens.cli.federate import register as register_federate
+    from fedlens.cli.search import register as register_search
+
     top = argparse.ArgumentParser(
         prog="fedlens",
         description="Federated fine-tuning of pretrained models under the lens of task arithmetic.",
@@ -268,135 +284,81 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fedlens {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(
-        where: "argparse._SubParsersAction[argparse.ArgumentParser]",
-        name: str,
-        call: Callable[[argparse.Namespace], int],
-        text: str,
-        example: str,
-    ) -> argparse.ArgumentParser:
-        new = where.add_parser(
-            name, help=text, description=text, epilog=f"example: {example}", formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        new.set_defaults(call=call)
-        return new
-
-    c = command(commands, "demo", demo_command, "The story in one HTML page, on embedded data, in minutes.", "fedlens demo --out demo")
-    c.add_argument("--out", default="demo", help="folder for the page and its runs (default: demo)")
+    c = command(commands, "demo", demo_command, "Show the method on one HTML page, from runs on embedded data.", "fedlens demo --out demo")
+    c.add_argument("--out", default="demo", help="folder of the page and its runs (default: demo)")
     c.add_argument("--seed", type=int, default=0)
-
-    c = command(
-        commands,
-        "run",
-        run_command,
-        "Run one experiment, or with -m a sweep.",
-        "fedlens run experiment=centralized model=dino_vits16 data=cifar100 optim.lr=1e-4 seed=3\n         fedlens run -m seed=0,1,2",
-    )
-    c.formatter_class, c.epilog = _HelpWithChoices, f"{c.epilog}\n\n{CHOICES}"
-    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides: what is not given has its default")
-    c.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
-    c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
-    c.add_argument("--print-config", action="store_true", help="print the composed configuration, all keys and values, and stop")
-
-    c = command(
-        commands,
-        "resume",
-        resume_command,
-        "Continue an interrupted run; on a CPU it ends with the same bits.",
-        "fedlens resume runs/centralized-…",
-    )
-    c.add_argument("run", help="the run's folder")
-
-    c = command(
-        commands,
-        "explain",
-        explain_command,
-        "Explain a configuration key: meaning, range, default, where it matters.",
-        "fedlens explain server.merge",
-    )
-    c.add_argument("key", metavar="KEY", help="a key such as optim.lr, or a section such as server")
-
-    data = commands.add_parser("data", help="Get and look at data sets.", epilog="example: fedlens data inspect data=cifar100")
-    parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)
-    c = command(
-        parts,
-        "prepare",
-        data_prepare_command,
-        "Download a data set, or check one that is there.",
-        "fedlens data prepare cifar100 --root data",
-    )
-    c.add_argument("name", help="cifar100, cifar10, fashion_mnist, folder, hf:NAME")
-    c.add_argument("--root", help="where it is or goes (default: FEDLENS_DATA or ~/.cache/fedlens/data)")
-    c = command(
-        parts,
-        "inspect",
-        data_inspect_command,
-        "Statistics and a figure of a partition.",
-        "fedlens data inspect data=cifar100 data.partition=classes data.classes_per_client=5 federated.clients=100",
-    )
-    c.add_argument("overrides", nargs="*", metavar="key=value")
-    c.add_argument("--out", default="partition.png", help="the figure: .png, .pdf or .svg (default: partition.png)")
-
-    c = command(
-        commands,
-        "study",
-        study_command,
-        "Run a plan of many runs: what is finished is skipped, what was interrupted goes on.",
-        "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data",
-    )
-    c.add_argument(
-        "name",
-        help="quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting, rates, full; or a YAML file",
-    )
-    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
-    c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
-    c.add_argument("--seeds", type=int, help="how many (default: the plan's)")
-    c.add_argument("--jobs", type=int, default=1, help="runs at a time, in processes of their own; one a GPU where there are several")
-    c.add_argument("--out", help="the study's folder (default: studies/NAME-WHERE)")
-    c.add_argument("--table", dest="tables", action="append", default=[], metavar="TABLE", help="run this table only; may be given again")
-    c.add_argument("--retry", action="store_true", help="try again what failed before")
-    c.add_argument(
-        "--replace", action="store_true", help="also where the folder has finished runs that the plan lacks: they stay, outside its tables"
-    )
-    c.add_argument("--plan", action="store_true", help="list the runs and stop")
-    c.add_argument("--no-report", dest="report", action="store_false", help="tables on the screen only")
-
-    c = command(
-        commands,
-        "report",
-        report_command,
-        "One HTML file, LaTeX tables and figures, a paper's skeleton, Markdown and CSV of any runs and studies.",
-        "fedlens report studies/quick-embedded --out report",
-    )
-    c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
-    c.add_argument("--out", default="report", help="the report's folder (default: report)")
-    c.add_argument("--title", help="of the HTML page")
-
-    c = command(
-        commands,
-        "keep",
-        keep_command,
-        "What a report needs of studies and searches, without weights: to publish, to commit, to bring home from another machine.",
-        "fedlens keep studies/strategies-cifar100 --out results",
-    )
-    c.add_argument("paths", nargs="+", metavar="PATH", help="study folders, search folders, or folders of them")
-    c.add_argument("--out", default="results", help="each goes to a folder of its name in this one (default: results)")
-
-    from fedlens.cli.arith import register as register_arith
-    from fedlens.cli.federate import register as register_federate
-    from fedlens.cli.search import register as register_search
-
+    _register_runs(commands)
+    _register_data(commands)
+    _register_studies(commands)
     register_arith(commands, command)
     register_search(commands, command)
     register_federate(commands, command)
-
-    c = command(commands, "doctor", doctor_command, "What is installed and found, and how to get the rest.", "fedlens doctor")
-    c.add_argument("--root", help="data root to look in")
+    c = command(commands, "doctor", doctor_command, "Show what is installed, and how to get the rest.", "fedlens doctor")
+    c.add_argument("--root", help="data folder to look in")
     return top
 
 
+def _register_runs(commands: Commands) -> None:
+    example = "fedlens run experiment=centralized model=dino_vits16 data=cifar100 optim.lr=1e-4 seed=3\n         fedlens run -m seed=0,1,2"
+    c = command(commands, "run", run_command, "Run one experiment, or with -m a sweep.", example)
+    c.formatter_class, c.epilog = _HelpWithChoices, f"{c.epilog}\n\n{CHOICES}"
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as Hydra overrides; other keys have their defaults")
+    c.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
+    c.add_argument("--config", help="start from a saved config.yaml, for example another run's")
+    c.add_argument("--print-config", action="store_true", help="print the composed configuration and stop")
+    text = "Continue an interrupted run; on a CPU it ends with the same bits."
+    c = command(commands, "resume", resume_command, text, "fedlens resume runs/centralized-…")
+    c.add_argument("run", help="run folder")
+    text = "Explain a configuration key: meaning, range, default, where it matters."
+    c = command(commands, "explain", explain_command, text, "fedlens explain server.merge")
+    c.add_argument("key", metavar="KEY", help="a key such as optim.lr, or a section such as server")
+
+
+def _register_data(commands: Commands) -> None:
+    data = commands.add_parser("data", help="Download and inspect data sets.", epilog="example: fedlens data inspect data=cifar100")
+    parts = data.add_subparsers(dest="part", metavar="COMMAND", required=True)
+    text = "Download a data set, or check an existing one."
+    c = command(parts, "prepare", data_prepare_command, text, "fedlens data prepare cifar100 --root data")
+    c.add_argument("name", help="cifar100, cifar10, fashion_mnist, folder, hf:NAME")
+    c.add_argument("--root", help="folder of the data (default: FEDLENS_DATA or ~/.cache/fedlens/data)")
+    example = "fedlens data inspect data=cifar100 data.partition=classes data.classes_per_client=5 federated.clients=100"
+    c = command(parts, "inspect", data_inspect_command, "Show statistics and a figure of a partition.", example)
+    c.add_argument("overrides", nargs="*", metavar="key=value")
+    c.add_argument("--out", default="partition.png", help="figure: .png, .pdf or .svg (default: partition.png)")
+
+
+def _register_studies(commands: Commands) -> None:
+    text = "Run a plan of many runs: finished runs are skipped, interrupted ones resumed."
+    example = "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data"
+    c = command(commands, "study", study_command, text, example)
+    named = (
+        "quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting"
+    )
+    c.add_argument("name", help=f"{named}, rates, full; or a YAML file")
+    c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
+    c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
+    c.add_argument("--seeds", type=int, help="number of seeds (default: the plan's)")
+    c.add_argument("--jobs", type=int, default=1, help="runs at a time, in separate processes; one per GPU if there are several")
+    c.add_argument("--out", help="study folder (default: studies/NAME-WHERE)")
+    c.add_argument("--table", dest="tables", action="append", default=[], metavar="TABLE", help="run this table only; may be repeated")
+    c.add_argument("--retry", action="store_true", help="retry runs that failed")
+    text = "continue although the folder has finished runs that are not in the plan; they stay, outside its tables"
+    c.add_argument("--replace", action="store_true", help=text)
+    c.add_argument("--plan", action="store_true", help="list the runs and stop")
+    c.add_argument("--no-report", dest="report", action="store_false", help="print tables only")
+    text = "Report any runs and studies as one HTML file, LaTeX, Markdown and CSV."
+    c = command(commands, "report", report_command, text, "fedlens report studies/quick-embedded --out report")
+    c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
+    c.add_argument("--out", default="report", help="report folder (default: report)")
+    c.add_argument("--title", help="title of the HTML page")
+    text = "Copy what a report needs of studies and searches, without weights: to publish, commit, or move."
+    c = command(commands, "keep", keep_command, text, "fedlens keep studies/strategies-cifar100 --out results")
+    c.add_argument("paths", nargs="+", metavar="PATH", help="study folders, search folders, or folders of them")
+    c.add_argument("--out", default="results", help="each goes to a folder of its name in this one (default: results)")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
     top = parser()
     args, rest = top.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -418,14 +380,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
             raise
-        may = "a smaller optim.batch_size, train.eval_batch_size or model.image_size may help; what was saved before is intact"
-        print(f"error: device: its memory is full; {may} ({first_line(error)})", file=sys.stderr)
+        fix = "try a smaller optim.batch_size, train.eval_batch_size or model.image_size; earlier checkpoints are intact"
+        print(f"error: device: out of memory; {fix} ({first_line(error)})", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe had enough
+    except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         again = args.command in ("study", "search")
-        told = "the same command goes on with what is missing" if again else "an interrupted run goes on with: fedlens resume RUN"
-        print(f"stopped; {told}", file=sys.stderr)
+        how = "the same command continues with what is missing" if again else "continue an interrupted run with: fedlens resume RUN"
+        print(f"stopped; {how}", file=sys.stderr)
         return 130

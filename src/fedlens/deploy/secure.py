@@ -70,7 +70,7 @@ for _name in MASKED:
 def exchange(grid: Grid, messages: Sequence[Message], deadline: float) -> Iterator[tuple[int, Message | Failure]]:
     """Yield (site, reply or failure) as replies arrive within `deadline` seconds.
 
-    Fetch replies one at a time, so that an unreadable reply cannot lose the others. The site is the one asked: an error reply may name another source.
+    Fetch replies one at a time, so that an unreadable reply cannot lose the others. The site is that of the request: an error reply may name another source.
     """
     end = time.monotonic() + deadline
     sites = [message.metadata.dst_node_id for message in messages]

@@ -236,7 +236,7 @@ class RemoteClients:
         return by_site
 
     def _collect(self, request: Request, clients: Sequence[int]) -> dict[int, Reply]:
-        """Return client -> reply, in client order. While too few have answered, the missing ones are asked again."""
+        """Return client -> reply, in client order. While too few have answered, the request is repeated to the missing ones."""
         rows: dict[int, Reply] = {}
         for attempt in range(1, ATTEMPTS + 1):
             self.roll_call()
@@ -379,7 +379,7 @@ class RemoteClients:
 
 
 def checked_mean(mean: Update, size: int, bound: float, samples: Collection[int], round_: int) -> Update:
-    """Return a securely aggregated mean if all its entries are within privacy.range. `samples`: per site that was asked.
+    """Return a securely aggregated mean if all its entries are within privacy.range. `samples`: per site of the request.
 
     Each site rounds to steps of 2⁻²² of the range times the samples of the largest site, and the two smallest sites may be all that answered.
     """

@@ -1,4 +1,4 @@
-"""Where figures come from: versions, machine, and the commit of the code that made them."""
+"""The environment of a run: versions, machine, and the commit of the code."""
 
 import json
 import os
@@ -12,11 +12,11 @@ import torch
 
 from fedlens import __version__
 
-COMMIT = "FEDLENS_COMMIT"  # says the commit where the code was copied without its history
+COMMIT = "FEDLENS_COMMIT"  # names the commit of code that was copied without its history
 
 
 def environment() -> dict[str, str]:
-    """What a reader needs to know about where the figures come from."""
+    """Return the facts that a reader needs to reproduce a run."""
     return {
         "fedlens": __version__,
         "commit": commit(),
@@ -29,13 +29,13 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, with "+changes" where files differ from it; "unknown" where nothing tells."""
+    """Return the commit of this code, with "+changes" if files differ from it, or "unknown"."""
     return os.environ.get(COMMIT) or commit_of(Path(__file__).parents[1]) or _installed_commit() or "unknown"
 
 
 @cache
 def commit_of(package: Path) -> str | None:
-    """Of a checkout that this package's files belong to; an environment inside some other repository is not one."""
+    """Return the commit of the checkout that tracks this package's files; None for an environment inside another repository."""
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head, changed = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
@@ -51,10 +51,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed_commit() -> str | None:
-    """`pip install git+https://…` writes down what it took."""
+    """Return the commit that `pip install git+https://…` recorded."""
     try:
-        found = metadata.distribution("fedlens").read_text("direct_url.json")
+        record = metadata.distribution("fedlens").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
-    said = json.loads(found or "{}").get("vcs_info", {}).get("commit_id")
-    return str(said) if said else None
+    commit = json.loads(record or "{}").get("vcs_info", {}).get("commit_id")
+    return str(commit) if commit else None

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal. Elsewhere nothing, as a run's log has the lines; of a study a line for every run, with the time that is left."""
+"""Progress: a bar on a terminal; otherwise nothing for a run, whose log has the lines, and one line per run of a study."""
 
 import logging
 import sys
@@ -25,11 +25,11 @@ class _Silent:
 class _Lines:
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.here = title, total, done, 0
-        self.began = time.monotonic()
+        self.started = time.monotonic()
 
     def advance(self, steps: int = 1, note: str | None = None) -> None:
         self.done, self.here = self.done + steps, self.here + steps
-        left = (time.monotonic() - self.began) / self.here * (self.total - self.done)
+        left = (time.monotonic() - self.started) / self.here * (self.total - self.done)
         soon = f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left > 0 else ""
         log.info("%s: %d of %d%s%s", self.title, self.done, self.total, soon, f": {note}" if note else "")
 
@@ -47,6 +47,7 @@ class _Rich:
 
 @contextmanager
 def progress_bar(title: str, total: int, done: int = 0, show: bool = True, lines: bool = False) -> Iterator[Bar]:
+    """Show progress; `lines`: print one line per step where there is no terminal."""
     if not show or not sys.stderr.isatty():
         yield _Lines(title, total, done) if show and lines else _Silent()
         return

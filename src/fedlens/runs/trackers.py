@@ -1,7 +1,7 @@
 """Optional mirrors of metrics.jsonl: TensorBoard, Weights & Biases (offline too), MLflow. One function makes each.
 
-A tracker never decides anything and may vanish without harm. After a resume it goes on in the same tracker run; lines that
-the resumed run writes again are logged again at the same step.
+A tracker decides nothing and may fail without harm. After a resume it continues the same tracker run; repeated lines are logged again at
+the same step.
 """
 
 import json
@@ -38,7 +38,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Project and entity from WANDB_PROJECT and WANDB_ENTITY; offline with WANDB_MODE=offline, or where nobody is logged in."""
+    """Project and entity from WANDB_PROJECT and WANDB_ENTITY; offline with WANDB_MODE=offline, or without WANDB_API_KEY."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
@@ -66,7 +66,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """To MLFLOW_TRACKING_URI, or a file store in the run folder."""
+    """MLflow at MLFLOW_TRACKING_URI, or a file store in the run folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -79,8 +79,8 @@ class MLflow:
         note = folder / "mlflow-id.txt"
         if not note.exists():
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedlens")
-            found = self.client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else self.client.create_experiment(name)
+            existing = self.client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing else self.client.create_experiment(name)
             note.write_text(self.client.create_run(experiment, run_name=folder.name).info.run_id)
             for key, value in _flat(config).items():
                 self.client.log_param(note.read_text(), key, value)
@@ -112,8 +112,10 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """All trackers of a run as one, and whoever watches it. A tracker that cannot be reached at the start is an error, later it is left out with
-    a warning; what a watcher raises ends the run."""
+    """All trackers of a run, and its watchers.
+
+    A tracker that cannot be reached at the start is an error; later it is dropped with a warning. An exception of a watcher ends the run.
+    """
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         self.watchers: list[Tracker] = []
@@ -124,21 +126,21 @@ class Trackers:
             except ImportError:
                 raise UserError(f"run.trackers: {name} is not installed; install it with: pip install 'fedlens[{name}]'") from None
             except Exception as error:  # each library has its own
-                raise Elsewhere(f"run.trackers: {name} cannot be begun: {first_line(error)}") from None
+                raise Elsewhere(f"run.trackers: {name} cannot be started: {first_line(error)}") from None
 
     def log(self, line: Mapping[str, Any]) -> None:
         numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        self._tell(lambda tracker: tracker.log(numbers, int(line["step"])))
+        self._notify(lambda tracker: tracker.log(numbers, int(line["step"])))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._tell(lambda tracker: tracker.finish(summary))
+        self._notify(lambda tracker: tracker.finish(summary))
 
-    def _tell(self, say: Callable[[Tracker], None]) -> None:
+    def _notify(self, call: Callable[[Tracker], None]) -> None:
         for watcher in self.watchers:
-            say(watcher)
+            call(watcher)
         for name, tracker in list(self.all.items()):
             try:
-                say(tracker)
+                call(tracker)
             except Exception as error:
-                log.warning("tracker %s: %s; the run goes on without it", name, first_line(error))
+                log.warning("tracker %s: %s; the run continues without it", name, first_line(error))
                 del self.all[name]

@@ -183,7 +183,7 @@ class Ledger:
 
 @dataclass
 class ClientRecords:
-    """What a checkpoint holds of the clients: bytes sent so far, and which client is at which site."""
+    """The clients' part of a checkpoint: bytes sent so far, and which client is at which site."""
 
     clients: Clients
 
