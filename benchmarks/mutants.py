@@ -70,7 +70,7 @@ BYTES = 'traffic.up, traffic.down = traffic.up + int(state["bytes_up"]), traffic
 BETTER = "elif self.best_score is None or score > self.best_score:"
 DROPOUT = 'rng = torch_rng(seed, "dropout", round_, client)'
 AUGMENT = 'draws.append(draw((steps, batch), torch_rng(seed, "augment", round_, client)))'
-EPOCH = "        training.loss_sum.zero_()\n        session.record(step + 1, line, evaluated=True, last=step + 1 == total)\n"
+EPOCH = "        training.loss_sum.zero_()  # before the checkpoint: the next epoch starts from zero\n        session.record(step + 1, line, evaluated=True, last=step + 1 == total)\n"
 FINISH = "self._save_tensors(MODEL_FILE, model)\n        write_json(self.path / SUMMARY_FILE, summary)"
 PASSED_OVER = 'falling back to the one before", which)\n            shutil.rmtree(self.checkpoints / f"step-{step:09d}")'
 
@@ -80,11 +80,11 @@ TABLE = [
     Mutant("resume loses the server's momentum", SERVER, 'self.moments = {n.removeprefix("moment."): t.to(self.theta.device) for n, t in state.items() if n.startswith("moment.")}', "self.moments = {}", FED_SAME),
     Mutant("resume loses the controls of scaffold", ALGORITHMS, 'self.server = state.get("server")', "return", FED_SAME),
     Mutant("resume loses momentum, centralised", CENTRAL, 'self.optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)', PASS, CENTRAL_SAME),
-    Mutant("resume loses patience's counter", SESSION, 'self.stale = int(own["stale"]) if own else 0', "self.stale = 0", SAID),
-    Mutant("resume loses the seconds", SESSION, 'float(own["seconds"]) if own else 0.0', "0.0", SAID),
-    Mutant("resume loses the facts of head and mask", SESSION, 'own["facts"] if own else {}', '{**own["facts"], "ridge": None} if own else {}', SAID),
-    Mutant("resume loses the best score", SESSION, 'own["best_score"] if own else None', "None", SAID),
-    Mutant("resume loses the best step", SESSION, 'own["best_step"] if own else None', "None", SAID),
+    Mutant("resume loses patience's counter", SESSION, 'float(own["seconds"]), int(own["stale"])', 'float(own["seconds"]), 0', SAID),
+    Mutant("resume loses the seconds", SESSION, 'float(own["seconds"]), int(own["stale"])', '0.0, int(own["stale"])', SAID),
+    Mutant("resume loses the facts of head and mask", SESSION, 'own["facts"][name] for name in ("ridge", "mask")', '{**own["facts"], "ridge": None}[name] for name in ("ridge", "mask")', SAID),
+    Mutant("resume loses the best score", SESSION, 'own["best_score"], own["best_step"]', 'None, own["best_step"]', SAID),
+    Mutant("resume loses the best step", SESSION, 'own["best_score"], own["best_step"]', 'own["best_score"], None', SAID),
     Mutant("resume loses the count of dropped", UPDATES, COUNTS, COUNTS + "; self.dropped = 0", COUNTING),
     Mutant("resume loses the count of refused", UPDATES, COUNTS, COUNTS + "; self.refused = 0", COUNTING),
     Mutant("resume loses the count of updates that are not finite", UPDATES, COUNTS, COUNTS + "; self.nonfinite = 0", COUNTING),
@@ -95,9 +95,9 @@ TABLE = [
     Mutant("epsilon forgets the rounds before a resume", PRIVACY, "self.begin_round(training_cohort(self.config, round_) if self.on else [])", PASS, R + "epsilon_counts_the_rounds_before_a_resume"),
     Mutant("the secret is drawn anew on a resume", STORE, "if not file.is_file():\n            write_atomic(file, f\"{secrets", "if True:\n            write_atomic(file, f\"{secrets", R + "the_secret_is_drawn_once_and_only_its_owner_reads_it"),
     # the best and the last
-    Mutant("the last model meets the test set, federated", FED, 'facts, "server", "client", write=', 'facts, "client", write=', FED_BEST),
+    Mutant("the last model meets the test set, federated", FED, 'facts, "server", "ledger", write=', 'facts, "ledger", write=', FED_BEST),
     Mutant("the last model meets the test set, centralised", CENTRAL, 'bench.description(space), "training")', "bench.description(space))", CENTRAL_BEST),
-    Mutant("vectors of the last round go with the best model", FED, 'facts, "server", "client", write=', 'facts, "server", write=', FED_BEST),
+    Mutant("vectors of the last round go with the best model", FED, 'facts, "server", "ledger", write=', 'facts, "server", write=', FED_BEST),
     Mutant("of equal scores the later wins, federated", SESSION, BETTER, BETTER.replace(">", ">="), FED_BEST),
     Mutant("of equal scores the later wins, centralised", SESSION, BETTER, BETTER.replace(">", ">="), CENTRAL_BEST),
     Mutant("patience is one too long, federated", SESSION, "self.stale >= patience", "self.stale > patience", FED_BEST),

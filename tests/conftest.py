@@ -69,6 +69,27 @@ FAST = [
 EMBEDDED = ["data=fashion_mini", "data.root=null", "optim.batch_size=100"]  # after FAST: the embedded set itself
 
 
+STARTS_PROCESSES = (
+    "test_notebooks",
+    "test_extensions",
+    "test_docs",
+    "test_demo",
+    "killed",
+    "gloo",
+    "ranks_that_come",
+    "sweep",
+    "torn",
+    "compiled",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes or compile; `make check` leaves them out."""
+    for item in items:
+        if any(part in item.nodeid for part in STARTS_PROCESSES):
+            item.add_marker("processes")
+
+
 @pytest.fixture(autouse=True)
 def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the user's data nor their weights, and no Debian copy of Fashion-MNIST, decide a test."""

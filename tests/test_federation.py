@@ -590,7 +590,7 @@ def test_after_a_restart_clients_stay_with_the_sites_that_had_them(tmp_path: Pat
     options = ["federated.participation=1", "federated.rounds=2", "federated.target_accuracy=0.01"]  # stops after a round
     run = federate(tmp_path / "r", Wire(), *options)
     state = json.loads(next((run.path / "checkpoints").glob("step-*1/state.json")).read_text())
-    assert state["clients"]["registry"]["4"]["site"] == 71 and state["clients"]["registry"]["4"]["samples"] > 0
+    assert state["traffic"]["registry"]["4"]["site"] == 71 and state["traffic"]["registry"]["4"]["samples"] > 0
     (run.path / "summary.json").unlink()
     (run.path / "config.yaml").write_text((run.path / "config.yaml").read_text().replace("target_accuracy: 0.01", "target_accuracy: null"))
     thief = Wire(places=[SiteOptions(k, SITES, overrides=HERE) for k in (2, 1, 0)])  # 70 says that it is site 2, 72 that it is site 0
@@ -609,7 +609,7 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     wire = Wire(places=[SiteOptions(k, SITES, own_data=True, overrides=(f"data.root={root / str(k)}",)) for k in held])
     run = federate(tmp_path / "r", wire, "federated.clients=3", "federated.participation=1", "data.val_fraction=0.3")
     assert [line["clients"] for line in run.metrics] == [3, 3, 3]
-    registry = json.loads(next((run.path / "checkpoints").glob("step-*3/state.json")).read_text())["clients"]["registry"]
+    registry = json.loads(next((run.path / "checkpoints").glob("step-*3/state.json")).read_text())["traffic"]["registry"]
     assert {int(k): v["samples"] for k, v in registry.items()} == {k: len(list((root / str(k)).rglob("*.png"))) for k in held}
     # classes 4 and 6 are nowhere; those that are somewhere are known to the head, each under its own number
     bench = set_up(compose([*BASE, "data.val_fraction=0.3"]))

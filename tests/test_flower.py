@@ -396,7 +396,7 @@ def test_invalid_updates_are_rejected_and_the_rest_trains(federation: Federation
     for pattern, count in (
         ("client 1 is not finite", 2),
         (r"deltas is float32 \[2, ", 1),
-        ("client 4 has norm .* server.norm_bound is 100", 2),
+        ("client 4 has norm .* > server.norm_bound 100", 2),
         ("not safetensors", 1),
     ):
         assert len(re.findall(pattern, log)) == count, (pattern, log)
@@ -547,12 +547,12 @@ def test_a_round_repeated_with_other_updates_has_different_noise() -> None:
     from fedlens.overrides import compose
     from fedlens.training.privacy import Privacy
 
-    private = Privacy(compose([*SMALL, "privacy.clip=1", "privacy.noise=2"]), 7)
+    private = Privacy(compose([*SMALL, "privacy.clip=1", "privacy.noise=2"]), lambda: 7)
     first, other = torch.zeros(10_000), torch.zeros(10_000).index_fill(0, torch.tensor([3]), 1e-3)
-    assert torch.equal(private.noised(first, 4, 4, 5), private.noised(first.clone(), 4, 4, 5))  # a resumed run: the same bits
-    apart = 4 * (private.noised(first, 4, 4, 5) - private.noised(other, 4, 4, 5))
+    assert torch.equal(private.release(first, 4, 4, 5), private.release(first.clone(), 4, 4, 5))  # a resumed run: the same bits
+    apart = 4 * (private.release(first, 4, 4, 5) - private.release(other, 4, 4, 5))
     assert float(apart.std()) == pytest.approx(2 * 2**0.5, rel=0.05)  # two draws of standard deviation 2
-    fewer = private.noised(first, 2, 4, 5)  # two of four were refused or silent: the noise is as large as if they had not been
+    fewer = private.release(first, 2, 4, 5)  # two of four were refused or silent: the noise is as large as if they had not been
     assert float(fewer.std()) == pytest.approx(2 / 4, rel=0.05)
 
 

@@ -5,6 +5,7 @@ their folders, so that it holds however the loops are written.
 """
 
 import copy
+import hashlib
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import FAST, few_images
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_study import QUICK, TUNED, peaked, pretend
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ EVALUATE = "fedlens.training.bench.Bench.measure"  # (bench, samples, model, ind
 EPSILON = "fedlens.training.privacy.epsilon"  # (noise, rounds, delta) -> ε: the accountant, which is an extra
 AUGMENT = "fedlens.tasks.image.shift_and_flip"  # (images, draws) -> images: what every training batch passes
 MODEL = ("server.model.", "training.model.")  # how names begin in a checkpoint's tensors: federated, centralised
-CLIENT, CONTROL = "client.", "algorithm.client."
+CLIENT, CONTROL = "ledger.", "algorithm.client."
 STATE = {  # the contents of a checkpoint's state.json, and where
     "seconds": ("session", "seconds"),
     "stale": ("session", "stale"),
@@ -53,11 +54,11 @@ STATE = {  # the contents of a checkpoint's state.json, and where
     "best_score": ("session", "best_score"),
     "best_step": ("session", "best_step"),
     "loss": ("training", "loss_sum"),
-    "dropped": ("counts", "dropped"),
-    "nonfinite": ("counts", "nonfinite"),
-    "refused": ("counts", "refused"),
-    "bytes_up": ("clients", "bytes_up"),
-    "bytes_down": ("clients", "bytes_down"),
+    "dropped": ("totals", "dropped"),
+    "nonfinite": ("totals", "nonfinite"),
+    "refused": ("totals", "refused"),
+    "bytes_up": ("traffic", "bytes_up"),
+    "bytes_down": ("traffic", "bytes_down"),
 }
 UNLIKE = {"seconds", "sha256"}  # of state.json: what differs between two runs that are the same
 TIMES = {"seconds", "round_seconds", "images_per_second"}  # of metrics and summaries
@@ -343,6 +344,55 @@ def test_the_training_loss_of_an_epoch_has_what_was_before_the_checkpoint(centra
     assert field(state_of(one, 3), "loss") > 0 == field(state_of(one, 4), "loss") == field(state_of(one, 8), "loss")
     ended = resumed(cut(one, tmp_path / "r", 8, loss=1000.0))
     assert ended.metrics[2]["train_loss"] == pytest.approx(one.metrics[2]["train_loss"] + 1000 / 4)
+
+
+def as_version_0_2(run: fl.Run, step: int) -> None:
+    """Rewrite a checkpoint with the names that version 0.2 used."""
+    folder, state = folder_of(run, step), state_of(run, step)
+    session, counts, clients, training = (state.pop(name, {}) for name in ("session", "totals", "traffic", "training"))
+    old = {**{k: session[k] for k in ("seconds", "stale", "best_score", "best_step")}, **session["facts"]}
+    if clients:
+        traffic = {name: clients[name] for name in ("bytes_up", "bytes_down")}
+        old |= {"counts": counts | traffic, "registry": clients["registry"]}
+    else:
+        old |= {"loss_sum": training["loss_sum"], "scaler": training["scaler"]}
+    names = {
+        "server.model.": "model.",
+        "training.model.": "model.",
+        "server.moment.": "server.",
+        "training.momentum.": "momentum.",
+        "algorithm.": "scaffold.",
+        "ledger.": "client.",
+    }
+    renamed = {}
+    for name, tensor in load_file(folder / "tensors.safetensors").items():
+        prefix = next((each for each in names if name.startswith(each)), "")
+        renamed[names.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    save_file(renamed, folder / "tensors.safetensors")
+    digest = hashlib.sha256((folder / "tensors.safetensors").read_bytes()).hexdigest()
+    kept = {name: state[name] for name in ("step", "score") if name in state}
+    (folder / "state.json").write_text(json.dumps({"sha256": digest, **kept, **old}))
+
+
+@pytest.mark.parametrize("options", [*CENTRAL_RUNS.values(), *list(FED_RUNS.values())[:2], FED_RUNS["adam and noise"]])
+def test_a_checkpoint_of_version_0_2_is_resumed(tmp_path: Path, whole: Callable[..., fl.Run], options: list[str]) -> None:
+    one = whole(*options)
+    step = steps_of(one)[len(steps_of(one)) // 2]
+    old = cut(one, tmp_path / "r", step)
+    for each in steps_of(old):
+        as_version_0_2(old, each)
+    again = resumed(old)
+    assert_same(one, again, step)
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_in_one_line(tmp_path: Path, whole: Callable[..., fl.Run]) -> None:
+    one = whole(*CENTRAL, *EVERY, *PROBE)
+    later = cut(one, tmp_path / "r", 3)
+    for step in steps_of(later):
+        state = state_of(later, step) | {"format": 3}
+        (folder_of(later, step) / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"a later version of fedlens wrote the checkpoint .* upgrade fedlens"):
+        resumed(later)
 
 
 # --- the best is not always the last ------------------------------------------------------------------------------------

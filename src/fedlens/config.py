@@ -47,8 +47,8 @@ class Key:
     le: float | None = None
     one_of: tuple[str, ...] | str = ()  # names, or the kind of a registry; of a list: its items
     pattern: str = ""
-    since: str = ""  # the version that added it; such a key enters a run's identity only where it is not the default
-    when: str = ""  # where it matters
+    since: str = ""  # the version that added it; such a key counts in a run's identity only if it differs from the default
+    when: str = ""  # condition under which it has an effect
     nullable: bool = False
     is_list: bool = False
 
@@ -116,7 +116,7 @@ class DataConfig:
     name: str = key("fashion_mini", "data set: a source of fedlens/data, or hf:NAME; data=NAME also sets what suits it")
     root: str | None = key(None, "folder of the data set; null: FEDLENS_DATA, or ~/.cache/fedlens/data")
     download: bool = key(False, "download what is missing; false: explain how to get it")
-    val_fraction: float = key(0.1, "share of the training set, stratified, that every choice is made on", ge=0, lt=1)
+    val_fraction: float = key(0.1, "share of the training set, stratified, held out for validation", ge=0, lt=1)
     partition: str = key("iid", "how training samples are split over clients", one_of="partition", when="trainer=federated")
     classes_per_client: int | None = key(None, "Nc, classes per client", ge=1, when="data.partition=classes")
     alpha: float | None = key(None, "concentration: the smaller, the more unequal the clients", gt=0, when="data.partition=dirichlet")
@@ -134,7 +134,7 @@ class ModelConfig:
     dropout: float = key(0.0, "dropout rate on the features, before the head", ge=0, lt=1)
     freeze_blocks: int = key(0, "blocks from below, and the embedding, that do not train", ge=0)
     freeze_backbone: bool = key(False, "train the head only")
-    freeze_head: bool | None = key(None, "keep the head; null: where ridge or a checkpoint has fitted it, unless nothing else trains")
+    freeze_head: bool | None = key(None, "freeze the head; null: freeze it if ridge or a checkpoint fitted it and the backbone trains")
 
 
 @dataclass
@@ -402,8 +402,8 @@ def _check_privacy(config: Config, to_train: bool) -> None:
     if not (p.noise or p.secure_aggregation or p.clip is not None) or not to_train:
         return
     algorithm = registry("algorithm")[fed.algorithm]
-    plain_mean = server.merge == "mean" and algorithm.plain_mean
-    which = " or ".join(name for name, each in registry("algorithm").items() if each.plain_mean)
+    plain_mean = server.merge == "mean" and vars(algorithm).get("plain_mean", False)  # a subclass must declare it itself
+    which = " or ".join(name for name, each in registry("algorithm").items() if vars(each).get("plain_mean"))
     _refuse(
         p.noise and not plain_mean, f"privacy.noise needs server.merge=mean and federated.algorithm={which}: its accounting assumes them."
     )

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.config import CONF, MOVED, Config, keys, known_keys, upgraded, validate
+from fedlens.config import CHOSEN_BY, CONF, MOVED, Config, keys, known_keys, upgraded, validate
 from fedlens.config import choices as choices
 from fedlens.errors import UserError, first_line, unknown
 from fedlens.registry import registry
@@ -135,7 +135,7 @@ def compose(overrides: Sequence[str]) -> Config:
     Single values are put on top of what the groups set, as Hydra does; the groups are composed once per process, because a study has
     hundreds of configurations.
     """
-    wanted = normalise(overrides)
+    wanted = normalise(_without_unused_options(overrides))
     groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS)
     try:
         values = OverridesParser.create().parse_overrides([text for text in wanted if text not in groups])
@@ -146,6 +146,21 @@ def compose(overrides: Sequence[str]) -> Config:
         return _on_top(composed, values)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"override: {_what_failed(error, wanted)}") from None
+
+
+def _without_unused_options(overrides: Sequence[str]) -> list[str]:
+    """Drop options of version 0.2 whose rule is not chosen: there they had no effect."""
+    chosen = dict(text.split("=", 1) for text in overrides if "=" in text)
+    used = []
+    for text in overrides:
+        name = text.partition("=")[0]
+        section = name.partition(".")[0]
+        rule_key = f"{section}.{CHOSEN_BY.get(section, '')}"
+        if name in MOVED and MOVED[name][1] not in chosen.get(rule_key, "").split(","):
+            log.warning("%s is deprecated and has no effect without %s=%s", name, rule_key, MOVED[name][1])
+        else:
+            used.append(text)
+    return used
 
 
 def learning_rate_of(groups: Sequence[str]) -> float:

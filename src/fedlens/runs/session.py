@@ -1,7 +1,7 @@
-"""A run while it trains: resume, best model, patience, metrics, checkpoints, progress and the end, once for both loops.
+"""A run while it trains: resume, best model, patience, metrics, checkpoints, progress and summary, shared by both training loops.
 
 A checkpoint is the session's own counters and the `state_dict` of everything that a loop hands to `restore`. What is restored is exactly
-what was saved, so a run that is killed at any moment ends with the same bits.
+what was saved, so on a CPU a run that is killed at any moment ends with the same bits.
 """
 
 import logging
@@ -61,13 +61,16 @@ class Session:
         self.broadcast, self.first = broadcast, first
         self.started = self.last_save = self.round_started = time.monotonic()
         self.saved: Checkpoint | None = broadcast(folder.latest_checkpoint() if folder else None)
-        own: dict[str, Any] = self.saved.state["session"] if self.saved else {}
-        with self._fitting(self.step):
-            self.seconds_before = float(own["seconds"]) if own else 0.0
-            self.stale = int(own["stale"]) if own else 0  # evaluations since the best
-            self.best_score: float | None = own["best_score"] if own else None
-            self.best_step: int | None = own["best_step"] if own else None
-            self.start_facts: dict[str, Any] = own["facts"] if own else {}
+        self.seconds_before, self.stale = 0.0, 0  # `stale`: evaluations since the best
+        self.best_score: float | None = None
+        self.best_step: int | None = None
+        self.start_facts: dict[str, Any] = {}  # what the summary reports about head and mask
+        if self.saved:
+            with self._fitting(self.step):
+                own = self.saved.state["session"]
+                self.seconds_before, self.stale = float(own["seconds"]), int(own["stale"])
+                self.best_score, self.best_step = own["best_score"], own["best_step"]
+                self.start_facts = {name: own["facts"][name] for name in ("ridge", "mask")}
         self._parts: dict[str, Stateful] = {}
         self._stack = ExitStack()
         self._bar: Bar | None = None
@@ -90,6 +93,11 @@ class Session:
     def step(self) -> int:
         """The step that this process starts from."""
         return self.saved.step if self.saved else 0
+
+    @property
+    def units(self) -> int:
+        """The rounds or epochs of the whole run."""
+        return self.config.federated.rounds if self.unit == "round" else self.config.train.epochs
 
     @property
     def seconds(self) -> float:
@@ -144,18 +152,19 @@ class Session:
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the steps or rounds that are left, until patience runs out or the target accuracy is reached."""
-        show = self.config.run.progress and self.first
+        self.last_save, show = time.monotonic(), self.config.run.progress and self.first
         self._bar = self._stack.enter_context(progress_bar(self.config.experiment, total, self.step, show))
         for step in range(self.step, total):
             if self._enough():
-                return
+                break
             self.round_started = time.monotonic()
             yield step
             self.last_step = step + 1
             self._bar.advance()
+        self._stack.close()
 
     def _enough(self) -> bool:
-        """A function of what a checkpoint holds, so that a resumed run stops where an uninterrupted one does."""
+        """Depends only on state in the checkpoint, so that a resumed run stops at the same step."""
         patience, target = self.config.train.patience, self.config.federated.target_accuracy if self.unit == "round" else None
         out_of_patience = patience is not None and self.stale >= patience
         return out_of_patience or (target is not None and self.best_score is not None and self.best_score >= target)
@@ -177,7 +186,8 @@ class Session:
         self.checkpoint(step, score)
         shown = "" if score is None else f", validation accuracy {100 * score:.2f} %"
         if self.first:
-            log.info("%s %d: loss %.4f%s", self.unit, line[self.unit], line.get("train_loss", float("nan")), shown)
+            loss, total = line.get("train_loss", float("nan")), self.units
+            log.info("%s %d/%d: loss %.4f%s", self.unit, line[self.unit], total, loss, shown)
         if self._bar:
             self._bar.advance(0, shown.removeprefix(", "))
 
@@ -209,7 +219,8 @@ class Session:
         own = {"seconds": self.seconds, "stale": self.stale, "best_score": self.best_score, "best_step": self.best_step}
         state["session"] = own | {"facts": self.start_facts}
         # With checkpoint_minutes=0, write before the next model is sent: a repeated round could receive different updates.
-        self.folder.save_checkpoint(step, tensors, state, wait=self.config.run.checkpoint_minutes == 0)
+        wait = self.unit == "round" and self.config.run.checkpoint_minutes == 0
+        self.folder.save_checkpoint(step, tensors, state, wait=wait)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -230,7 +241,7 @@ class Session:
         best = self.folder.read_checkpoint(self.best_step) if self.best_step is not None else None
         if best is None:
             raise UserError(
-                f"run.dir: the best checkpoint ({self.best_step}) is damaged; fedlens resume {self.folder.path} makes it again."
+                f"run.dir: the best checkpoint ({self.best_step}) is damaged. fedlens resume {self.folder.path} repeats training from the last intact one."
             )
         self._load(best, {name: self._parts[name] for name in chosen})
         tested = test()
@@ -238,7 +249,7 @@ class Session:
         summary = {**tested, "val_accuracy": self.best_score, "seconds": self.seconds, **summary, **self.start_facts}
         self.folder.finish(summary, model.state_dict())
         self.trackers.finish(summary)
-        log.info("%s (best at step %d, %.0f s)", describe_test(tested), self.best_step, summary["seconds"])
+        log.info("%s (best %s %s, %.0f s)", describe_test(tested), self.unit, summary.get(f"best_{self.unit}"), summary["seconds"])
         return summary
 
 

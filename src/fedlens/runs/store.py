@@ -1,4 +1,4 @@
-"""The run folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, log.txt. Every write is atomic.
+"""The run folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, log.txt. All files but the logs are written atomically.
 
 A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the tensors. It is
 written under another name, flushed to disk and renamed, so it is complete unless the disk damages it later. A damaged checkpoint is
@@ -251,16 +251,20 @@ class RunFolder:
             data = (self.checkpoints / f"step-{step:09d}" / "tensors.safetensors").read_bytes()
             if not state or hashlib.sha256(data).hexdigest() != state.get("sha256"):
                 return None
-            return _upgraded(Checkpoint(step, load_bytes(data), state))
-        except (OSError, SafetensorError, TypeError, ValueError, KeyError):
+            checkpoint = Checkpoint(step, load_bytes(data), state)
+        except (OSError, SafetensorError):
             return None
+        try:
+            return _upgraded(checkpoint)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # an edited file, not a damaged disk: keep the checkpoint
+            raise UserError(f"run.dir: {self.path}: state.json of step {step} cannot be read ({first_line(error)}).") from None
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint whose best checkpoint is intact too; remove later ones, which the run repeats."""
+        """Return the newest checkpoint that is intact and whose best checkpoint is intact; remove newer ones, whose steps the run repeats."""
         self.wait_for_checkpoint()
         for step in reversed(self._steps()):
             checkpoint = self.read_checkpoint(step)
-            best = checkpoint.state["session"].get("best_step") if checkpoint else None
+            best = checkpoint.state.get("session", {}).get("best_step") if checkpoint else None
             if checkpoint and (best is None or best == step or self.read_checkpoint(best)):
                 return checkpoint
             which = f"step {step}" if not checkpoint else f"step {best}, the best before step {step},"
@@ -273,21 +277,26 @@ def _upgraded(old: Checkpoint) -> Checkpoint:
     """Return a checkpoint in today's format. That of version 0.2 has the same content under other names."""
     state = dict(old.state)
     if (number := state.get("format", 1)) == FORMAT:
-        return old if isinstance(state.get("session"), dict) else Checkpoint(old.step, old.tensors, {**state, "session": {}})
+        return old
     if number != 1:
         raise UserError(f"run.dir: a later version of fedlens wrote the checkpoint of step {old.step} (format {number}); upgrade fedlens.")
     counts = dict(state.pop("counts", {}))
-    state["session"] = {name: state.pop(name, None) for name in ("seconds", "stale", "best_score", "best_step")}
+    state["session"] = {name: state.pop(name) for name in ("seconds", "stale", "best_score", "best_step") if name in state}
     state["privacy"] = {"rounds": old.step}
     state["session"]["facts"] = {name: state.pop(name, None) for name in ("ridge", "mask")}
     traffic = {name: counts.pop(name) for name in ("bytes_up", "bytes_down") if name in counts}
     if traffic:  # federated
-        state |= {"counts": {"refused": 0, **counts}, "clients": {**traffic, "registry": state.pop("registry", {})}}
+        totals = {"dropped": 0, "nonfinite": 0, "refused": 0, **counts}
+        state |= {"totals": totals, "traffic": {**traffic, "registry": state.pop("registry", {})}}
+        renamed = {"model.": "server.model.", "server.": "server.moment.", "scaffold.": "algorithm.", "client.": "ledger."}
     else:
         state["training"] = {"loss_sum": state.pop("loss_sum", 0.0), "scaler": state.pop("scaler", {})}
-    renamed = {"scaffold.": "algorithm.", "momentum.": "training."}
-    tensors = {next((new + n.removeprefix(o) for o, new in renamed.items() if n.startswith(o)), n): t for n, t in old.tensors.items()}
-    return Checkpoint(old.step, tensors, {**state, "format": FORMAT})
+        renamed = {"model.": "training.model.", "momentum.": "training.momentum."}
+
+    def new_name(name: str) -> str:
+        return next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
+
+    return Checkpoint(old.step, {new_name(name): tensor for name, tensor in old.tensors.items()}, {**state, "format": FORMAT})
 
 
 def _is_unfinished_start(path: Path) -> bool:
@@ -351,7 +360,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """Return where a run began, or an empty dict if the file is missing or damaged."""
+    """Return the environment recorded when the run started, or an empty dict if the file is missing or damaged."""
     try:
         environment = json.loads((path / ENVIRONMENT_FILE).read_text())
     except (OSError, ValueError):
@@ -386,7 +395,7 @@ def read_model(path: Path, name: str = MODEL_FILE) -> dict[str, Tensor]:
     file = path / name
     if not file.is_file() and (path / SUMMARY_FILE).is_file():
         raise UserError(
-            f"run: {path} is finished, but {name} is missing: kept runs have no weights. Use the original folder, or repeat the run."
+            f"run: {path} is finished, but {name} is missing: published runs have no weights. Use the original folder, or repeat the run."
         )
     if not file.is_file():
         raise UserError(f"run: {path} is not finished, so it has no final model; resume it: fedlens resume {path}")

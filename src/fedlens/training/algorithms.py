@@ -1,4 +1,4 @@
-"""Federated algorithms as what they change in FedAvg's round: the local rule, the gradient offsets, the updates.
+"""Federated algorithms, each defined by its differences from FedAvg: the local rule, the gradient offsets, the updates.
 
 An algorithm is one class. Its keyword-only fields are its options (federated.algorithm_options), its class attributes say what it needs and
 supports, and `state_dict` is what a checkpoint must carry. To add one, subclass FedAvg and register it:
@@ -30,9 +30,9 @@ class FedAvg:
     config: Config
     vectors_down: ClassVar[int] = 1  # vectors of P numbers to and from each client per round
     vectors_up: ClassVar[int] = 1
-    plain_mean: ClassVar[bool] = True  # the server needs nothing but the mean of the updates: noise and secure aggregation are exact
+    plain_mean: ClassVar[bool] = True  # the mean of the updates suffices: noise and secure aggregation are exact. Not inherited.
     uses_raw_updates: ClassVar[bool] = False  # updates are used beside the merge, unclipped
-    needs_every_update: ClassVar[bool] = False  # on every process of a distributed run
+    needs_every_update: ClassVar[bool] = False  # True: every process of a distributed run sees all updates
 
     def local_rule(self, lr: float) -> LocalRule:
         """Return what a client does at each of its steps."""
@@ -66,7 +66,7 @@ class FedAvg:
 
     def direction(self, merged: Tensor, updates: Sequence[tuple[int, int]]) -> Tensor:
         """Return the server's direction from the merged updates."""
-        gain = self.gain(updates)
+        gain = self.gain(updates) if updates else 1.0
         return merged if gain == 1 else merged * gain
 
     def receive(self, update: Update, lr: float) -> None:
@@ -87,6 +87,7 @@ class FedAvg:
 class FedProx(FedAvg):
     """FedAvg with μ/2·‖θ_k − θ‖² in the local loss (Li et al. 2020)."""
 
+    plain_mean: ClassVar[bool] = True
     mu: float = field(default=0.01, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def train(bench: Bench, session: Session) -> Summary | None:
     space = masked_space(bench, mask)
     training = Training(bench, make_optimizer(model, cfg, mask))  # model, momentum, loss scaler, running loss
     session.restore(training=training)
-    if total == 0 and session.fresh:
+    if total == 0 and session.fresh:  # the head alone
         session.judge(0, evaluate(bench, 0).get("val_accuracy"), last=True)
         session.checkpoint(0, session.best_score)
 
@@ -56,7 +56,7 @@ def train(bench: Bench, session: Session) -> Summary | None:
         line: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "train_loss": training.mean_loss(steps_per_epoch)}
         training.check_finite()
         line |= evaluate(bench, step + 1)
-        training.loss_sum.zero_()
+        training.loss_sum.zero_()  # before the checkpoint: the next epoch starts from zero
         session.record(step + 1, line, evaluated=True, last=step + 1 == total)
 
     # The model that validation chose meets the test set, once.
@@ -165,7 +165,7 @@ class Training:
             buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
             if buffer is not None:
                 tensors[f"momentum.{name}"] = buffer
-        return {**tensors, "loss_sum": float(self.loss_sum), "scaler": self.scaler.state_dict()}
+        return {**tensors, "loss_sum": float(self.loss_sum), "scaler": self.scaler.state_dict(), "at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
@@ -175,6 +175,7 @@ class Training:
                 self.optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)
         self.scaler.load_state_dict(state["scaler"])
         self.loss_sum.fill_(state["loss_sum"])
+        self.at = int(state.get("at", 0))
 
 
 def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.optim.Optimizer:

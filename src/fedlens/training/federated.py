@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine.ranks import Ranks
 from fedlens.engine.sampling import cohort_size, survives, training_cohort
@@ -34,7 +35,7 @@ from fedlens.training.bench import Bench, learning_rate
 from fedlens.training.clients import Clients, Site
 from fedlens.training.head_and_mask import fit_head_and_mask, masked_space
 from fedlens.training.privacy import Privacy
-from fedlens.training.updates import Arrived, ClientRecords, Ledger, Totals, UpdateCollector, check_progress
+from fedlens.training.updates import Arrived, ClientTraffic, Ledger, Totals, UpdateCollector, check_progress
 
 log = logging.getLogger("fedlens")
 
@@ -43,15 +44,15 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
     """Train θ over the rounds that are left; return the summary on the first process."""
     cfg, fed = bench.config, bench.config.federated
     algorithm, privacy = make_algorithm(cfg), Privacy(cfg, session.secret, session.broadcast)
-    ledger, totals = Ledger(fed.client_vectors, bench.device), Totals()
+    ledger, totals = Ledger(fed.client_vectors, bench.device, algorithm), Totals()
 
     # Before round 0: the head in closed form, then the mask. A resumed run reads both from its folder.
     mask = session.start(bench.model, lambda: fit_head_and_mask(bench, clients, session.broadcast))
     space = masked_space(bench, mask)
     server = Server(cfg.server, bench.model, space)  # θ and the optimizer's moments
-    records = ClientRecords(clients)
-    session.restore(server=server, algorithm=algorithm, privacy=privacy, counts=totals, client=ledger, clients=records)
-    begin_clients(clients, server, session, mask)
+    traffic = ClientTraffic(clients)
+    session.restore(server=server, algorithm=algorithm, privacy=privacy, totals=totals, ledger=ledger, traffic=traffic)
+    begin_clients(bench, clients, server, session, mask)
 
     for t in session.steps(fed.rounds):
         lr = learning_rate(cfg.optim, t / fed.rounds, 1 / fed.rounds)
@@ -67,47 +68,55 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
         totals.add(arrived, len(cohort), clients.traffic)
 
         # 2. Merge: d = merge({Δ_k}). Under noise, a round without updates must look like any other.
-        step: dict[str, Any] = {"update_norm": 0.0}
+        moved: dict[str, Any] = {"update_norm": 0.0}
         if arrived.count or (privacy.on and present):
             d = algorithm.direction(merge(bench, clients, server, arrived, t), arrived.sizes)
             d = privacy.release(d, arrived.count, len(present), t)
 
             # 3. Server step: θ ← θ + α·d, or an optimizer.
             alpha = session.broadcast(choose_alpha(bench, server, d)) if cfg.server.alphas else cfg.server.lr
-            ledger.add(arrived, alpha * algorithm.gain(arrived.sizes))
-            step = {"update_norm": server.step(d, alpha, t)} | ({"alpha": alpha} if cfg.server.alphas else {})
+            ledger.add(arrived, alpha)
+            moved = {"update_norm": server.step(d, alpha, t)} | ({"alpha": alpha} if cfg.server.alphas else {})
         else:
-            check_progress(arrived, t)
+            check_progress(arrived, t)  # stops a run whose updates are all not finite
 
         # 4. Validate, record, checkpoint.
         last = t + 1 == fed.rounds
         evaluated = last or (t + 1) % fed.eval_every == 0
         scores = evaluate(bench, server, t) if evaluated else {}
-        line = {"round": t + 1, "lr": lr} | arrived.metrics() | step | privacy.spent() | traffic(clients) | scores
+        line = {"round": t + 1, "lr": lr} | arrived.metrics() | moved | privacy.spent() | traffic.bytes() | scores
         session.record(t + 1, line, evaluated=evaluated, last=last)
 
     # The model that validation chose meets the test set, once.
     facts = {"rounds": session.last_step, "best_round": session.best_step, "engine": clients.name, "ranks": ranks.world}
-    facts |= totals.state_dict() | traffic(clients) | privacy.spent() | bench.description(space)
-    return session.finish(bench.model, bench.test, facts, "server", "client", write=partial(write_client_vectors, bench, space, ledger))
+    facts |= totals.state_dict() | traffic.bytes() | privacy.spent() | bench.description(space)
+    return session.finish(bench.model, bench.test, facts, "server", "ledger", write=partial(write_client_vectors, bench, space, ledger))
 
 
-def begin_clients(clients: Clients, server: Server, session: Session, mask: Mask | None) -> None:
-    """Tell the clients what moves; the bytes of the mask count to its calibration."""
+def begin_clients(bench: Bench, clients: Clients, server: Server, session: Session, mask: Mask | None) -> None:
+    """Send space and mask to the clients, which start from the restored θ. The mask's bytes count as calibration traffic."""
+    cfg = bench.config
+    warn_of_useless_trim(cfg)
     before = clients.traffic.down
     clients.begin(server.space, mask, fresh=session.fresh)
     facts = session.start_facts["mask"]
     if session.fresh and facts:  # a copy: runs of one process share the cached mask and its facts
         session.start_facts["mask"] = {**facts, "bytes_down": facts["bytes_down"] + clients.traffic.down - before}
+    if session.first:
+        facts = (cfg.federated.algorithm, clients.name, cfg.federated.clients, f"{server.space.size:,}")
+        log.info("%s, %s engine, %d clients, %s trainable parameters", *facts)
 
 
-def traffic(clients: Clients) -> dict[str, int]:
-    """Return the bytes between server and clients so far."""
-    return {"bytes_up": clients.traffic.up, "bytes_down": clients.traffic.down}
+def warn_of_useless_trim(cfg: Config) -> None:
+    """Warn if the merge rule trims a share of the cohort that is less than one client."""
+    trim = {**RULES.options(cfg.server.merge), **cfg.server.merge_options}.get("trim")
+    sampled = cohort_size(cfg.federated.clients, cfg.federated.participation)
+    if trim is not None and trim * sampled + 1e-9 < 1:
+        log.warning("server.merge_options.trim: %g of %d clients cuts no client; this is the plain mean", trim, sampled)
 
 
 def merge(bench: Bench, clients: Clients, server: Server, arrived: Arrived, round_: int) -> Tensor:
-    """Return d = merge({Δ_k}) by the rule that server.merge names. The mean is a running sum; other rules see all updates side by side."""
+    """Return d = merge({Δ_k}) by the rule that server.merge names. The mean is a running sum; other rules need every update at once."""
     c = bench.config.server
     if not arrived.count:
         return torch.zeros_like(server.theta)
@@ -177,10 +186,6 @@ def simulated(bench: Bench, shards: Sequence[Index], ranks: Ranks) -> Site:
     cfg = bench.config
     algorithm = ALGORITHMS[cfg.federated.algorithm]
     held = {k: shard[:0] if k in cfg.federated.exclude else shard for k, shard in enumerate(shards)}
-    trim = {**RULES.options(cfg.server.merge), **cfg.server.merge_options}.get("trim")
-    sampled = cohort_size(cfg.federated.clients, cfg.federated.participation)
-    if trim is not None and trim * sampled + 1e-9 < 1:
-        log.warning("server.merge_options.trim: %g of %d clients cuts no client; this is the plain mean", trim, sampled)
     return Site(bench, held, ranks, vectors=(algorithm.vectors_down, algorithm.vectors_up))
 
 

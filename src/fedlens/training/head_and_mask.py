@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedlens.data.partition import Index
 from fedlens.errors import UserError, bad_value
-from fedlens.lens.mask_rules import STRATEGIES, Mask, build_mask
+from fedlens.lens.mask_rules import SCORED, STRATEGIES, Mask, build_mask
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
 from fedlens.models.heads import RidgeChoice, choose_ridge
@@ -81,6 +81,8 @@ def make_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dic
     c = bench.config.mask
     if bench.config.head == "linear" and not getattr(bench.model, "fitted_head", False):
         raise bad_value("head", "linear", "ridge under a mask, unless the weights contain a head: a mask never trains the head")
+    if c.scope == "central" and c.path is None and c.strategy in SCORED and not len(bench.val):
+        raise UserError("No validation set to score on: set data.val_fraction > 0 or mask.scope=federated.")
     data = clients.fingerprint() if c.scope == "federated" and clients is not None else split_digest(bench.val.split)
     if data is None or c.path is not None:
         return calibrated_mask(bench, clients)

@@ -1,4 +1,4 @@
-"""The updates of one round: checked, counted and summed as they arrive, and each client's part of the model."""
+"""The updates of one round, checked, counted and summed as they arrive; and each client's share of the model."""
 
 import logging
 import math
@@ -25,13 +25,13 @@ log = logging.getLogger("fedlens")
 
 @dataclass(frozen=True)
 class Received:
-    """One accepted update; `delta` [P] only if it is needed after the sum."""
+    """One accepted update. `delta` [P] is None unless a merge rule or client vectors need it."""
 
     client: int
     samples: int
     steps: int
     delta: Tensor | None
-    clients: int = 1  # that it stands for: under secure aggregation, one update is the mean of many
+    clients: int = 1  # clients represented: under secure aggregation, one update is the mean of many
 
 
 @dataclass
@@ -159,11 +159,17 @@ class Ledger:
 
     on: bool
     device: torch.device
+    algorithm: FedAvg
     added: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.on and type(self.algorithm).direction is not FedAvg.direction:
+            raise UserError("federated.client_vectors needs an algorithm whose direction is a weighted sum of the updates.")
 
     def add(self, arrived: Arrived, alpha: float) -> None:
         """Credit each client with its share of the step α·d."""
-        if self.on:
+        if self.on and arrived.count:
+            alpha = alpha * self.algorithm.gain(arrived.sizes)
             for update in arrived.updates:
                 assert update.delta is not None
                 part = alpha * update.samples / arrived.sums.weight * update.delta
@@ -182,14 +188,17 @@ class Ledger:
 
 
 @dataclass
-class ClientRecords:
+class ClientTraffic:
     """The clients' part of a checkpoint: bytes sent so far, and which client is at which site."""
 
     clients: Clients
 
+    def bytes(self) -> dict[str, Any]:
+        """Return the bytes between server and clients so far."""
+        return {"bytes_up": self.clients.traffic.up, "bytes_down": self.clients.traffic.down}
+
     def state_dict(self) -> dict[str, Any]:
-        traffic = self.clients.traffic
-        return {"bytes_up": traffic.up, "bytes_down": traffic.down, "registry": self.clients.registry()}
+        return self.bytes() | {"registry": self.clients.registry()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         traffic = self.clients.traffic
@@ -203,4 +212,4 @@ def check_progress(arrived: Arrived, round_: int) -> None:
         raise UserError(f"round {round_ + 1}: no client's update is finite; try a lower optim.lr or optim.clip_norm=1.")
 
 
-__all__ = ["Arrived", "ClientRecords", "Ledger", "Received", "Totals", "UpdateCollector", "check_progress"]
+__all__ = ["Arrived", "ClientTraffic", "Ledger", "Received", "Totals", "UpdateCollector", "check_progress"]
