@@ -256,7 +256,8 @@ def _folder(out: str | None, run: str) -> Path:
 
 def _write(result: Mapping[str, Any], path: Path, figure: "Figure | None") -> int:
     """Write PATH.json, PATH.csv of the points and the figure; print the notes and the files' names."""
-    from fedlens.runs.store import write_atomic, write_json
+    from fedlens.files import write_atomic
+    from fedlens.runs.store import write_json
     from fedlens.study.figures import save_figure
 
     path.parent.mkdir(parents=True, exist_ok=True)

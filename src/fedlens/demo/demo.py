@@ -15,7 +15,8 @@ from fedlens.demo.html_page import DemoPage
 from fedlens.demo.results import DemoResults
 from fedlens.demo.sections import SECTIONS
 from fedlens.errors import UserError
-from fedlens.runs.store import MASK_FILE, START_FILE, write_atomic
+from fedlens.files import write_atomic
+from fedlens.runs.store import MASK_FILE, START_FILE
 from fedlens.study.arith import PointEvaluator, sweep_run
 from fedlens.study.interference import interference_of_runs
 from fedlens.training.run import Run, run

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -15,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
+from fedlens.files import write_atomic
 from fedlens.lens.space import ParamSpace, misfits
 
 BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)  # the first coordinate is the highest bit of a byte
@@ -160,17 +159,13 @@ class Mask:
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, 8 coordinates per byte, atomically."""
         path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         tensors = {"mask": pack_bits(self.vector), "eligible": pack_bits(self.eligible)}
         shapes = list(self.space.shapes.items())
         metadata = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part, {"fedlens.mask": json.dumps(metadata)})
-            os.replace(part, path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+            write_atomic(path, lambda part: save_file(tensors, part, {"fedlens.mask": json.dumps(metadata)}))
+        except (OSError, SafetensorError, UserError) as error:
             raise UserError(f"mask: {path} cannot be written ({first_line(error)[:120]}).") from None
 
     @classmethod

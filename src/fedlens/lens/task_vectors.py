@@ -7,9 +7,7 @@ import copy
 import hashlib
 import json
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -20,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
+from fedlens.files import write_atomic
 from fedlens.lens.mask import MaskLike, pack_bits, unpack_bits
 from fedlens.lens.space import ParamSpace
 
@@ -160,14 +159,10 @@ class TaskVector:
         names = json.dumps(list(self.space.shapes.items()))
         metadata = {"format": FORMAT, "encoding": "sparse" if sparse else "dense", "space": names, "sha256": _digest(names, vector)}
         metadata |= {"origins": json.dumps(sorted(self.origins))} if self.origins else {}
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part, metadata)
-            os.replace(part, path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                part.unlink()
+            write_atomic(path, lambda part: save_file(tensors, part, metadata))
+        except (OSError, SafetensorError, UserError) as error:
             raise UserError(f"task vector: {path} cannot be written: {first_line(error)}.") from None
 
     @classmethod

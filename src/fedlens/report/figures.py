@@ -11,6 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from fedlens.files import write_atomic
 from fedlens.report.drawing import (
     BANDED,
     COLORS,
@@ -49,7 +50,6 @@ from fedlens.report.markdown import (
     vector_names,
 )
 from fedlens.report.over_seeds import of_seeds, titled
-from fedlens.runs.store import write_atomic
 from fedlens.study.figures import MARKERS, SHOWN_CLIENTS, partition_figure, xi_figure
 from fedlens.study.results import Analysis, CellResult, Gathered, RunResult, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise

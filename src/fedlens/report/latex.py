@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlens.errors import UserError
+from fedlens.files import write_atomic
 from fedlens.report.figures import FigureFile, write_figures
 from fedlens.report.latex_across import NUMBERS, across_tables, numbers
 from fedlens.report.latex_tables import TableFile, escape, latex_tables
@@ -27,7 +28,6 @@ from fedlens.report.markdown import (
     placeless,
     shown,
 )
-from fedlens.runs.store import write_atomic
 from fedlens.study.results import Gathered, RunResult, StudyResult, TableResult
 
 log = logging.getLogger("fedlens")

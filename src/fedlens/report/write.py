@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from fedlens.files import write_atomic
 from fedlens.report.html import html_report
 from fedlens.report.latex import write_files
-from fedlens.runs.store import write_atomic
 from fedlens.study.processes import make_folder
 from fedlens.study.results import Gathered
 

@@ -30,9 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlens.errors import UserError, first_line
-from fedlens.files import disk_errors as disk_errors
-from fedlens.files import fsync, sha256_of_file
-from fedlens.files import write_atomic as write_atomic
+from fedlens.files import disk_errors, fsync, sha256_of_file, write_atomic
 from fedlens.lens.mask import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector

@@ -14,7 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.errors import UserError
-from fedlens.runs.store import disk_errors, is_finished, write_atomic
+from fedlens.files import disk_errors, write_atomic
+from fedlens.runs.store import is_finished
 from fedlens.study.results import SEARCH_FILE, STUDY_FILE, config_without_seed, read_config, read_search, read_study
 
 Metadata = dict[str, Any]  # the content of study.json, or a part of it

@@ -13,8 +13,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from fedlens.files import write_atomic
 from fedlens.lens.mask import Mask
-from fedlens.runs.store import write_atomic
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LIGHT = ("#E69F00", "#56B4E9", "#F0E442", "#CC79A7")  # colours that need black text

@@ -17,11 +17,12 @@ from typing import Any
 
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
+from fedlens.files import write_atomic
 from fedlens.overrides import from_file, to_yaml
 from fedlens.runs.cache import CACHE
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_atomic, write_json
+from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_json
 from fedlens.study.analyses import planned_analyses
 from fedlens.study.archive import run_names
 from fedlens.study.plan import Plan, PlanCell, PlannedRun, changed
