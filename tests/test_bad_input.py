@@ -78,7 +78,6 @@ BAD: list[tuple[list[str], str]] = [
     ([*RUN, "experiment=fedavg_iid", "server.merge=trimmed_mean", "server.merge_options.trim=0.5"], "server.merge_options.trim"),
     ([*RUN, "experiment=fedavg_iid", "federated.algorithm=fedprox", "federated.algorithm_options.mu=-1"], "federated.algorithm_options.mu"),
     ([*RUN, "experiment=fedavg_iid", "trainer=centralized"], "trainer must be federated"),
-    ([*RUN, "experiment=fedavg_iid", "federated.algorithm=fedprox", "federated.mu=-1"], "federated.algorithm_options.mu"),
     ([*RUN, "train.metrics=[macro_f2]"], "Did you mean 'macro_f1'"),
     ([*RUN, "experiment=fedavg_iid", "server.alphas=[1,-1]"], "server.alphas"),
     ([*RUN, "experiment=fedavg_iid", "server.alphas=[1]", "server.optimizer=adam"], "server.alphas"),

@@ -76,7 +76,7 @@ def test_where_memory_runs_out_a_batch_is_halved_until_it_fits(
     assert all(torch.allclose(halved.state[name], tensor, atol=1e-5) for name, tensor in whole.state.items())
     fits[0] = 0
     assert main(["run", *FAST, "train.epochs=1", f"run.dir={whole.path.parent / 'none'}"]) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: device: its memory is full; a smaller optim.batch_size")
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: device: out of memory; try a smaller optim.batch_size")
 
 
 def test_without_epochs_a_run_is_its_head_alone(fast_run: Callable[..., Any]) -> None:
