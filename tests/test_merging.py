@@ -385,7 +385,7 @@ def test_an_unknown_option_is_an_error_that_lists_those_of_the_rule() -> None:
         merge(taus, "ties", densty=0.1)
     with pytest.raises(UserError, match="merge options must be empty for mean, which has no options"):
         merge(taus, "mean", trim=0.1)
-    with pytest.raises(UserError, match=r"must be one of bottom, top; got 'sizes'"):
+    with pytest.raises(UserError, match=r"must be one of top, bottom; got 'sizes'"):
         merge(taus, "breadcrumbs", sizes=[10])
     assert {name: list(options_of(rule, ("sizes",))) for name, rule in RULES.items()} == {
         "mean": [],

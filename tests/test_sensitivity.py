@@ -331,7 +331,7 @@ def test_the_model_is_left_as_it_was_even_after_an_error() -> None:
     [
         ({"labels_from": "modle"}, "Did you mean 'model'"),
         ({"score": "prob"}, "log_prob"),
-        ({"reduce": "max"}, "mean, sum"),
+        ({"reduce": "max"}, "sum, mean"),
         ({"names": ["1.wieght"]}, "Did you mean '1.weight'"),
         ({"names": []}, "no parameter to score"),
         ({"images": torch.zeros(0, 3, 2, 2)}, "at least one image"),
