@@ -76,7 +76,7 @@ def engine_round(bench: Bench, shards: list, engine: Sequential | Cohort) -> Rou
         cohort = sample_cohort(cfg.seed, r, cfg.federated.clients, cfg.federated.participation)
         work = plan_round(cfg.seed, r, cohort, shards, steps=cfg.federated.local_steps, batch=cfg.optim.batch_size, draw=bench.task.draw)
         sums = RoundSums()
-        for u in engine.updates(theta, work, algorithm.rule(cfg.optim.lr)):
+        for u in engine.updates(theta, work, algorithm.local_rule(cfg.optim.lr)):
             sums.add(u.delta, float(u.delta.norm()), float(u.samples), float(u.loss))
         theta = theta + sums.mean()
         return work.index.numel()

@@ -36,7 +36,7 @@ def rounds(bench: Bench, shards: list, cohort: int, steps: int, repeat: int) -> 
     """Seconds of each round, planning included, after one to warm up."""
     space = ParamSpace.of(bench.model)
     engine = choose_engine(bench.config, bench.model, space, bench.task, bench.train, bench.precision)
-    theta, rule, times = space.read(bench.model), FedAvg(bench.config).rule(1e-3), []
+    theta, rule, times = space.read(bench.model), FedAvg(bench.config).local_rule(1e-3), []
     for r in range(repeat + 1):
         at = time.perf_counter()
         chosen = sample_cohort(0, r, len(shards), cohort / len(shards))

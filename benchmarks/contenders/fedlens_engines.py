@@ -42,7 +42,7 @@ def run(job: dict[str, Any]) -> None:
         work = plan_round(SEED, round_, cohort, shards, steps=STEPS, batch=BATCH, draw=task.draw)
         assert torch.equal(work.index, data.index[round_])
         sums = RoundSums()
-        for update in engine.updates(theta, ranks.part(work), algorithm.rule(LR), algorithm.offsets(theta)):
+        for update in engine.updates(theta, ranks.part(work), algorithm.local_rule(LR), algorithm.offsets(theta)):
             sums.add(update.delta, float(torch.linalg.vector_norm(update.delta)), float(update.samples), float(update.loss))
         sums = ranks.all_sums(sums, space.size)
         theta = server_step(theta, sums.mean(), server, cfg.server)
