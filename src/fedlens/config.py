@@ -48,6 +48,7 @@ class Key:
     one_of: tuple[str, ...] | str = ()  # names, or the kind of a registry; of a list: its items
     pattern: str = ""
     since: str = ""  # the version that added it; such a key counts in a run's identity only if it differs from the default
+    shown_only: bool = False  # never counts in a run's identity: it changes what is recorded, not what is computed
     when: str = ""  # condition under which it has an effect
     nullable: bool = False
     is_list: bool = False
@@ -162,7 +163,21 @@ class TrainConfig:
     compile: bool = key(False, "torch.compile: a slower start, then faster steps on a GPU")
     chunk: int | None = key(None, "samples at once within a step; null: as many as fit", ge=1, since="0.2", when="trainer=centralized")
     eval_batch_size: int = key(256, "samples at once in evaluation and for features", ge=1)
+    select: str = key(
+        "best",
+        "final model: the best on validation of those trained (best), or also the start, the head alone (best_or_start)",
+        one_of=("best", "best_or_start"),
+        since="0.3",
+    )
     test: bool = key(True, "evaluate the chosen model on the test set; searches set it to false")
+    test_every: int = key(
+        0,
+        "epochs between evaluations on the test set for plots, which no choice reads; 0: the chosen model only, at the end",
+        ge=0,
+        since="0.3",
+        shown_only=True,
+        when="trainer=centralized",
+    )
     metrics: list[str] = key([], "further metrics of validation and test, beside loss and accuracy", one_of="metric", since="0.3")
 
 
@@ -177,6 +192,13 @@ class FederatedConfig:
     engine: str = key("auto", "how a cohort trains; auto: cohort on a GPU, threaded on a CPU", one_of=ENGINES)
     chunk: int | None = key(None, "clients at once in the cohort engine; null: as many as fit", ge=1)
     eval_every: int = key(5, "rounds between evaluations", ge=1)
+    test_every: int = key(
+        0,
+        "rounds between evaluations on the test set for plots, which no choice reads; 0: the chosen model only, at the end",
+        ge=0,
+        since="0.3",
+        shown_only=True,
+    )
     target_accuracy: float | None = key(None, "stop when validation accuracy reaches it; null: never", gt=0, le=1)
     dropout_rate: float = key(0.0, "share of sampled clients that never answer", ge=0, lt=1)
     straggler_rate: float = key(0.0, "share of clients that do fewer steps", ge=0, le=1)
@@ -351,6 +373,7 @@ def _check_training(config: Config, to_train: bool) -> None:
     _refuse(o.nesterov and (o.momentum == 0 or o.dampening), "optim.nesterov needs optim.momentum > 0 and optim.dampening = 0.")
     no_val = "No validation set: set data.val_fraction > 0 or choose"
     _refuse(train.patience is not None and not has_val, f"{no_val} train.patience=null.")
+    _refuse(train.select == "best_or_start" and not has_val, f"{no_val} train.select=best.")
     _refuse(config.head == "ridge" and not has_val, f"{no_val} head=linear; ridge selects its lambda on the validation set.")
     _refuse(model.freeze_head and model.freeze_backbone, "model.freeze_head must be false with model.freeze_backbone: nothing would train.")
 

@@ -1,16 +1,20 @@
 """Mixed precision by device."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fedlens.errors import bad_value
+
+FP16_SCALE = 2.0**12  # first loss scale of a local step in fp16
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Number type of forward and backward passes: by default bf16 on a recent GPU, fp16 with loss scaling on an older one, fp32 on a CPU."""
+    """Number type of forward and backward passes: by default bf16 on a recent GPU, fp16 with loss scaling on an older one (a T4), fp32 on a CPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -23,8 +27,8 @@ class Precision:
                 name = "fp32"
             else:
                 name = "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-        if name == "fp16" and device.type != "cuda":
-            raise bad_value("train.precision", name, f"auto, fp32 or bf16 on {device.type} (fp16 needs a GPU)")
+        if name == "fp16" and device.type == "mps":
+            raise bad_value("train.precision", name, "auto, fp32 or bf16 on mps")
         return cls(device, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
 
     @property
@@ -37,10 +41,20 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    @property
-    def loss_scale(self) -> float:
-        """Fixed loss scale of local steps, so that a step depends on its input only; above 1 only for fp16."""
-        return 2.0**12 if self.dtype == torch.float16 else 1.0
+    def gradients(self, loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients of a local step; None for a parameter that the loss does not use.
+
+        In fp16 the loss is scaled, so that small gradients do not vanish. Where a gradient overflows, the same step is taken with a smaller
+        scale: unlike a scale that adapts over steps, this makes a step depend on its input only.
+        """
+        scale = FP16_SCALE if self.dtype == torch.float16 else 1.0
+        while True:
+            grads = torch.autograd.grad(loss if scale == 1 else loss * scale, params, allow_unused=True, retain_graph=scale > 1)
+            if scale == 1:
+                return grads
+            if all(bool(grad.isfinite().all()) for grad in grads if grad is not None):
+                return tuple(grad if grad is None else grad / scale for grad in grads)
+            scale = max(1.0, scale / 16)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Return torch's adaptive loss scaler for centralised training."""

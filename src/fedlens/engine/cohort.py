@@ -77,7 +77,7 @@ class Cohort:
 
     def _train(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None) -> tuple[Tensor, Tensor]:
         """Run the local steps of every client; return Δ [clients, P] and the mean losses [clients]."""
-        clients, device, scale, active = len(work), theta.device, self.precision.loss_scale, self.space.active
+        clients, device, active = len(work), theta.device, self.space.active
         moving = theta.expand(clients, -1).clone()  # [clients, P]
         whole = moving if active is None else self.space.expand(theta).expand(clients, -1).clone()  # [clients, dense]
         velocity = torch.zeros_like(moving) if rule.momentum else moving[:, :0]
@@ -96,8 +96,7 @@ class Cohort:
             with self.precision.autocast():
                 logits = functional_call(self._network, {**shared, **params}, (inputs,), {"keep": keep})  # [clients, batch, classes]
                 loss = self.task.loss(logits, labels, rule.label_smoothing, "none").mean(1)  # [clients]
-            grad = self.space.compact(self.space.flatten(torch.autograd.grad(loss.sum() * scale, list(params.values()))))  # [clients, P]
-            grad = grad if scale == 1 else grad / scale
+            grad = self.space.compact(self.space.flatten(self.precision.gradients(loss.sum(), list(params.values()))))  # [clients, P]
             awake = (steps > j).to(moving.dtype).unsqueeze(1) if uneven else None
             moving, velocity = self._step(moving, grad, velocity, lr, fixed, j == 0, anchor, offset, awake)
             whole = moving if active is None else whole.index_copy_(1, active, moving)

@@ -49,7 +49,7 @@ class Sequential:
             losses, steps = torch.zeros((), dtype=torch.float64, device=theta.device), int(work.steps[k])
             for j in range(steps):
                 loss = self.loss(self.forward, work, k, j, rule)
-                local_step(loss, params, optimizer, rule, self.precision.loss_scale, anchor, offset)
+                local_step(loss, params, optimizer, rule, self.precision, anchor, offset)
                 losses += loss.detach()
             yield Update(client, int(work.samples[k]), steps, space.read(self.model) - theta, (losses / steps).float())
 
@@ -68,12 +68,17 @@ def make_optimizer(params: list[nn.Parameter], rule: LocalRule, masks: list[Tens
 
 
 def local_step(
-    loss: Tensor, params: list[nn.Parameter], optimizer: Optimizer, rule: LocalRule, scale: float, anchor: Tensors, offset: Tensors | None
+    loss: Tensor,
+    params: list[nn.Parameter],
+    optimizer: Optimizer,
+    rule: LocalRule,
+    precision: Precision,
+    anchor: Tensors,
+    offset: Tensors | None,
 ) -> None:
     """Take one step: gradient, FedProx's pull to the anchor, clipping, control offset, then the optimizer."""
-    grads = torch.autograd.grad(loss * scale, params, allow_unused=True)  # models of other libraries may have unused weights
-    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        param.grad = grad if scale == 1 or grad is None else grad / scale
+    for i, (param, grad) in enumerate(zip(params, precision.gradients(loss, params), strict=True)):
+        param.grad = grad  # None for unused weights, which models of other libraries may have
         if rule.prox and param.grad is not None:
             param.grad.add_(rule.prox * (param.detach() - anchor[i]))
     if rule.clip_norm is not None and isinstance(optimizer, SparseSGDM):

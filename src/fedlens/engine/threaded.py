@@ -114,8 +114,9 @@ class Worker:
         offset = None if offsets is None else list(space.views(space.expand(offsets(client), torch.zeros_like(start))).values())
         self.local.copy_(start)
         losses = torch.zeros((), dtype=torch.float64)
-        # Clipping needs all gradients first, and masks have their own optimizer.
-        early = self.local.nbytes > EARLY and self.masks is None and rule.clip_norm is None
+        # Clipping and loss scaling need all gradients first, and masks have their own optimizer.
+        scaled = self.engine.precision.dtype == torch.float16
+        early = self.local.nbytes > EARLY and self.masks is None and rule.clip_norm is None and not scaled
         stepping = self._early_steps if early else self._late_steps
         with stepping(rule, list(space.views(start).values()), offset) as step:
             for j in range(steps):
@@ -129,7 +130,7 @@ class Worker:
     def _late_steps(self, rule: LocalRule, anchor: Tensors, offset: Tensors | None) -> Iterator[Callable[[Tensor], None]]:
         """Step after the backward pass, as the sequential engine does."""
         optimizer = make_optimizer(self.trained, rule, self.masks)
-        yield lambda loss: local_step(loss, self.trained, optimizer, rule, 1.0, anchor, offset)
+        yield lambda loss: local_step(loss, self.trained, optimizer, rule, self.engine.precision, anchor, offset)
 
     @contextmanager
     def _early_steps(self, rule: LocalRule, anchor: Tensors, offset: Tensors | None) -> Iterator[Callable[[Tensor], None]]:

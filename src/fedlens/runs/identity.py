@@ -35,7 +35,7 @@ def known_by(config: Mapping[str, Any], weights: str | None = None) -> dict[str,
         section, _, name = path.rpartition(".")
         values = (plain.get(section) or {}) if section else plain
         neutral = trainer_of(plain["experiment"]) if path == "trainer" and "experiment" in plain else key.default
-        if key.since and name in values and values[name] == neutral:
+        if key.since and name in values and (key.shown_only or values[name] == neutral):
             del values[name]
     if set(plain.get("privacy") or {}) <= {"delta", "range"}:  # options of a protection that is off
         plain.pop("privacy", None)

@@ -71,6 +71,7 @@ class Session:
                 self.seconds_before, self.stale = float(own["seconds"]), int(own["stale"])
                 self.best_score, self.best_step = own["best_score"], own["best_step"]
                 self.start_facts = {name: own["facts"][name] for name in ("ridge", "mask")}
+                self.start_facts |= {name: value for name, value in own["facts"].items() if name == "start"}  # θ₀'s scores, if measured
         self._parts: dict[str, Stateful] = {}
         self._stack = ExitStack()
         self._bar: Bar | None = None
@@ -100,6 +101,11 @@ class Session:
         return self.config.federated.rounds if self.unit == "round" else self.config.train.epochs
 
     @property
+    def test_every(self) -> int:
+        """Rounds or epochs between points of the test curves; 0: none."""
+        return self.config.federated.test_every if self.unit == "round" else self.config.train.test_every
+
+    @property
     def seconds(self) -> float:
         """Seconds of training, those before an interruption included."""
         return self.seconds_before + time.monotonic() - self.started
@@ -113,7 +119,7 @@ class Session:
         """Fit head and mask before the first step, or read them from the run folder; return the mask."""
         if self.fresh:
             start = fit()
-            self.start_facts = start.facts
+            self.start_facts = dict(start.facts)
             if self.folder:
                 self.folder.keep_start(model.state_dict(), start.mask)
             return start.mask
@@ -129,7 +135,28 @@ class Session:
             log.info("resuming at %s %d", "round" if self.unit == "round" else "step", self.step)
             self.saved = Checkpoint(self.saved.step, {}, {})  # its tensors have been copied
         if self.folder:
-            self.folder.rewind_metrics(self.step)
+            self.folder.rewind_metrics(-1 if self.fresh else self.step)
+
+    def begin(self, measure: Callable[[bool], dict[str, Any]], *, alone: bool = False) -> None:
+        """Score θ₀ if curves start there or if it can be the final model. `measure`: called with True for test scores too.
+
+        `alone`: no step follows, so θ₀ is the final model.
+        """
+        selectable = alone or self.config.train.select == "best_or_start"
+        if not self.fresh or not (selectable or self.test_every):
+            return
+        scores = measure(self.tests_after(0))
+        self.start_facts["start"] = {name: value for name, value in scores.items() if name.startswith("val_")}
+        if selectable:
+            self.judge(0, scores.get("val_accuracy"), last=alone)
+        if self.test_every:
+            self._write({"step": 0, self.unit: 0, **scores, "seconds": self.seconds})
+        if selectable:
+            self.checkpoint(0, scores.get("val_accuracy"))
+
+    def tests_after(self, unit: int) -> bool:
+        """Return True if the test curves have a point after this round or epoch."""
+        return bool(self.test_every and self.config.train.test) and (unit % self.test_every == 0 or unit == self.units)
 
     def _load(self, checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
         with self._fitting(checkpoint.step):
@@ -177,9 +204,7 @@ class Session:
         line = {"step": step, **line, "seconds": self.seconds}
         if self.unit == "round":
             line["round_seconds"] = time.monotonic() - self.round_started
-        if self.folder:
-            self.folder.append_metrics(line)
-            self.trackers.log(line)
+        self._write(line)
         if not evaluated:
             self.checkpoint_if_due(step)
             return
@@ -190,6 +215,11 @@ class Session:
             log.info("%s %d/%d: loss %.4f%s", self.unit, line[self.unit], total, loss, shown)
         if self._bar:
             self._bar.advance(0, shown.removeprefix(", "))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.folder:
+            self.folder.append_metrics(line)
+            self.trackers.log(line)
 
     def judge(self, step: int, score: float | None, last: bool) -> None:
         """Compare a validation score with the best. Of equal scores the earlier is the best; without validation the last model is."""
@@ -249,8 +279,29 @@ class Session:
         summary = {**tested, "val_accuracy": self.best_score, "seconds": self.seconds, **summary, **self.start_facts}
         self.folder.finish(summary, model.state_dict())
         self.trackers.finish(summary)
-        log.info("%s (best %s %s, %.0f s)", describe_test(tested), self.unit, summary.get(f"best_{self.unit}"), summary["seconds"])
+        log.info(
+            "%s (best %s %s, %.0f s)%s",
+            describe_test(tested),
+            self.unit,
+            summary.get(f"best_{self.unit}"),
+            summary["seconds"],
+            describe_loss(summary),
+        )
         return summary
+
+
+def start_accuracy(summary: Mapping[str, Any]) -> float | None:
+    """Return the validation accuracy of θ₀: measured before the first step, or when the head was fitted."""
+    facts = [summary.get(name) or {} for name in ("start", "ridge")]
+    return next((float(each["val_accuracy"]) for each in facts if each.get("val_accuracy") is not None), None)
+
+
+def describe_loss(summary: Mapping[str, Any]) -> str:
+    """Return a remark on a run whose final model is worse on validation than the one that it started from."""
+    before, after = start_accuracy(summary), summary["val_accuracy"]
+    if before is None or after is None or after >= before:
+        return ""
+    return f"; on validation {100 * (before - after):.2f} points below its start, {100 * before:.2f} %"
 
 
 def describe_test(tested: Mapping[str, Any]) -> str:

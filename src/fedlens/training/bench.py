@@ -90,6 +90,11 @@ class Bench:
                 measured |= {name: METRICS.choose(name, "train.metrics")(logits, labels) for name in metrics}
         return measured
 
+    def scores(self, *, val: bool, test: bool) -> dict[str, Any]:
+        """Return loss and metrics on validation, if there is any, and on test, for curves that no choice reads."""
+        measured = {f"val_{name}": value for name, value in self.measure(self.val).items()} if val and len(self.val) else {}
+        return measured | (self.test() if test else {})
+
     @property
     def metrics(self) -> list[str]:
         """The further metrics of validation and test."""

@@ -40,9 +40,7 @@ def train(bench: Bench, session: Session) -> Summary | None:
     space = masked_space(bench, mask)
     training = Training(bench, make_optimizer(model, cfg, mask))  # model, momentum, loss scaler, running loss
     session.restore(training=training)
-    if total == 0 and session.fresh:  # the head alone
-        session.judge(0, evaluate(bench, 0).get("val_accuracy"), last=True)
-        session.checkpoint(0, session.best_score)
+    session.begin(lambda test: evaluate(bench, 0, test=test), alone=total == 0)  # θ₀, epoch 0 of every curve
 
     for step in session.steps(total):
         epoch, within = divmod(step, steps_per_epoch)
@@ -55,7 +53,7 @@ def train(bench: Bench, session: Session) -> Summary | None:
         # The end of an epoch: validate, record, checkpoint.
         line: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "train_loss": training.mean_loss(steps_per_epoch)}
         training.check_finite()
-        line |= evaluate(bench, step + 1)
+        line |= evaluate(bench, step + 1, test=session.tests_after(epoch + 1))
         training.loss_sum.zero_()  # before the checkpoint: the next epoch starts from zero
         session.record(step + 1, line, evaluated=True, last=step + 1 == total)
 
@@ -70,14 +68,12 @@ def train(bench: Bench, session: Session) -> Summary | None:
     return session.finish(model, bench.test, facts | bench.description(space), "training")
 
 
-def evaluate(bench: Bench, step: int) -> dict[str, float]:
-    """Return validation loss and metrics; nothing without a validation set."""
-    if not len(bench.val):
-        return {}
-    measured = {f"val_{name}": value for name, value in bench.measure(bench.val).items()}
-    if not math.isfinite(measured["val_loss"]):  # weights may be finite and useless
+def evaluate(bench: Bench, step: int, *, test: bool) -> dict[str, Any]:
+    """Return loss and metrics of the model after a step, on validation and, if wanted, on test."""
+    scores = bench.scores(val=True, test=test)
+    if not math.isfinite(scores.get("val_loss", 0.0)):  # weights may be finite and useless
         raise not_finite(step)
-    return measured
+    return scores
 
 
 @dataclass

@@ -53,6 +53,7 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
     traffic = ClientTraffic(clients)
     session.restore(server=server, algorithm=algorithm, privacy=privacy, totals=totals, ledger=ledger, traffic=traffic)
     begin_clients(bench, clients, server, session, mask)
+    session.begin(lambda test: evaluate(bench, server, 0, test=test))  # θ₀, round 0 of every curve
 
     for t in session.steps(fed.rounds):
         lr = learning_rate(cfg.optim, t / fed.rounds, 1 / fed.rounds)
@@ -83,7 +84,7 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
         # 4. Validate, record, checkpoint.
         last = t + 1 == fed.rounds
         evaluated = last or (t + 1) % fed.eval_every == 0
-        scores = evaluate(bench, server, t) if evaluated else {}
+        scores = evaluate(bench, server, t + 1, val=evaluated, test=session.tests_after(t + 1))
         line = {"round": t + 1, "lr": lr} | arrived.metrics() | moved | privacy.spent() | traffic.bytes() | scores
         session.record(t + 1, line, evaluated=evaluated, last=last)
 
@@ -147,17 +148,14 @@ def choose_alpha(bench: Bench, server: Server, d: Tensor) -> float:
     return c.alphas[int(np.argmin(np.nan_to_num(losses, nan=np.inf)))]
 
 
-def evaluate(bench: Bench, server: Server, round_: int) -> dict[str, float]:
-    """Return validation loss and metrics of θ; nothing without a validation set."""
-    if not len(bench.val):
-        return {}
-    server.write()
-    measured = {f"val_{name}": value for name, value in bench.measure(bench.val).items()}
-    if not math.isfinite(measured["val_loss"]):
-        raise UserError(
-            f"round {round_ + 1}: the validation loss is not finite; try a lower server.lr or optim.lr. No such model was saved."
-        )
-    return measured
+def evaluate(bench: Bench, server: Server, round_: int, *, val: bool = True, test: bool = False) -> dict[str, Any]:
+    """Return loss and metrics of θ after a round, on validation and on test, as far as they are wanted."""
+    if val or test:
+        server.write()
+    scores = bench.scores(val=val, test=test)
+    if not math.isfinite(scores.get("val_loss", 0.0)):
+        raise UserError(f"round {round_}: the validation loss is not finite; try a lower server.lr or optim.lr. No such model was saved.")
+    return scores
 
 
 def write_client_vectors(bench: Bench, space: ParamSpace, ledger: Ledger, folder: RunFolder) -> None:
