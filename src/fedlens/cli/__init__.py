@@ -153,6 +153,7 @@ def demo_command(args: argparse.Namespace) -> int:
 def study_command(args: argparse.Namespace) -> int:
     from fedlens.report.markdown import markdown_report
     from fedlens.report.write import write_report
+    from fedlens.study.estimate import estimate
     from fedlens.study.plan import read_plan
     from fedlens.study.results import Gathered
     from fedlens.study.runner import Study, study_folder
@@ -164,6 +165,7 @@ def study_command(args: argparse.Namespace) -> int:
         for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
             name = f"({untuned[planned.cell]} to be tuned)" if planned.cell in untuned else planned.name
             print(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
+        print(estimate(study, args.jobs))
         return 0
     results = Gathered([study.run()])
     print(markdown_report(results))
@@ -331,9 +333,7 @@ def _register_studies(commands: Commands) -> None:
     text = "Run a plan of many runs: finished runs are skipped, interrupted ones resumed."
     example = "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data"
     c = command(commands, "study", study_command, text, example)
-    named = (
-        "quick, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting"
-    )
+    named = "handin, quick, curves, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting"
     c.add_argument("name", help=f"{named}, rates, full; or a YAML file")
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
@@ -344,7 +344,7 @@ def _register_studies(commands: Commands) -> None:
     c.add_argument("--retry", action="store_true", help="retry runs that failed")
     text = "continue although the folder has finished runs that are not in the plan; they stay, outside its tables"
     c.add_argument("--replace", action="store_true", help=text)
-    c.add_argument("--plan", action="store_true", help="list the runs and stop")
+    c.add_argument("--plan", action="store_true", help="list the runs, their time and disk space, and stop")
     c.add_argument("--no-report", dest="report", action="store_false", help="print tables only")
     text = "Report any runs and studies as one HTML file, LaTeX, Markdown and CSV."
     c = command(commands, "report", report_command, text, "fedlens report studies/quick-embedded --out report")

@@ -6,7 +6,7 @@
     set: [overrides…]                                         for every run
     tables:
       - name: Nc and J
-        set: [overrides…]                                     for every run of this table
+        set: [overrides…]                                     for every run of this table; or {cifar100: [overrides…]}
         cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    a case with one entry per place is skipped where its place is missing
         grid: {federated.local_steps: [4, 8, 16]}             every case with every combination; null and lists are values too
         special:                                              additional overrides of some combinations
@@ -338,7 +338,8 @@ def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, 
         for values in product(*grid.values()):
             cell = PlanCell(name, str(case), tuple(zip(grid, values, strict=True)))
             extra = [text for each in special if _matches(each, cell, context.place) for text in override_list(each.get("set"), name)]
-            overrides = [*context.common, *override_list(table.get("set"), f"study: set of {name}"), *own]
+            shared = at_place(table.get("set"), context.place, context.places, f"study: set of {name}")
+            overrides = [*context.common, *override_list(shared, f"study: set of {name}"), *own]
             config = compose(
                 [
                     *overrides,
