@@ -66,6 +66,9 @@ FAST = [
     "run.progress=false",
     "device=cpu",
 ]
+ALIASES = "".join(f"a{k}: &a{k} {{{','.join([f'*a{k - 1}'] * 9)}}}\n" for k in range(1, 9))
+BOMB = "a0: &a0 [x]\n" + ALIASES.replace("{", "[").replace("}", "]")  # a few hundred bytes of YAML that stand for 43 million values
+MERGE_BOMB = "a0: &a0 {k: v}\n" + ALIASES.replace("{", "{<<: [").replace("}", "]}")
 EMBEDDED = ["data=fashion_mini", "data.root=null", "optim.batch_size=100"]  # after FAST: the embedded set itself
 
 

@@ -30,7 +30,7 @@ def commands() -> list[list[str]]:
         ["arith"],
         *arith,
         ["federate"],
-        *(["federate", part] for part in ("init", "server", "client")),
+        *(["federate", part] for part in ("init", "join", "server", "client")),
         ["doctor"],
     ]
 

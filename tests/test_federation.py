@@ -3,10 +3,13 @@
 import asyncio
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, SMALL_DATA
+from conftest import BOMB, FAST, MERGE_BOMB, SMALL_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -31,6 +34,7 @@ from torch import Tensor
 import fedlens as fl
 from fedlens.deploy import protocol, worker
 from fedlens.deploy import site as site_module
+from fedlens.deploy.launch import erase_messages
 from fedlens.deploy.programs import SitesOnly
 from fedlens.deploy.protocol import MAX_METADATA, Failure, Payload, Rejected, SiteOptions
 from fedlens.deploy.server import RemoteClients, checked_mean
@@ -187,32 +191,40 @@ def test_paths_of_the_server_stay_there_and_a_site_sets_its_own(tmp_path: Path) 
 def spoiled(kind: str, reply: Payload, size: int = 0) -> Payload | str:
     tensors: dict[str, Tensor] = reply.unpack({}) if not reply.tensors else fl_load(reply.tensors)
     if kind == "nan":
-        return Payload.pack({}, {**tensors, "deltas": torch.full_like(tensors["deltas"], float("nan"))})
+        return Payload.pack(reply.metadata, {**tensors, "deltas": torch.full_like(tensors["deltas"], float("nan"))})
     if kind == "shape":
-        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"][:, :-1].contiguous()})
+        return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"][:, :-1].contiguous()})
     if kind == "type":
-        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"].double()})
+        return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"].double()})
     if kind == "names":
-        return Payload.pack({}, {**tensors, "more": torch.zeros(1)})
+        return Payload.pack(reply.metadata, {**tensors, "more": torch.zeros(1)})
     if kind == "huge":
-        return Payload.pack({}, {**tensors, "deltas": tensors["deltas"] * 1e6})
+        return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"] * 1e6})
     if kind == "garbage":
-        return Payload({}, b"\x80\x04\x95garbage" * 50)
+        return Payload(reply.metadata, b"\x80\x04\x95garbage" * 50)
     if kind == "truncated":
-        return Payload({}, reply.tensors[: len(reply.tensors) // 2])
+        return Payload(reply.metadata, reply.tensors[: len(reply.tensors) // 2])
     if kind == "flood":
-        return Payload({}, reply.tensors + b"\0" * 10**6)
+        return Payload(reply.metadata, reply.tensors + b"\0" * 10**6)
+    if kind == "300 MB":
+        return Payload(reply.metadata, bytes(300 * 10**6))
+    if kind == "escapes":
+        return Payload({"error": "\x1b[2J\x07\x9b31m\u202egood\rerror: forged\x7f"})
+    if kind == "another request":
+        return Payload({**reply.metadata, "answers": "0" * 64}, reply.tensors)
+    if kind == "no request":
+        return Payload({}, reply.tensors)
     if kind == "nothing":
-        return Payload({}, b"")
+        return Payload(reply.metadata, b"")
     if kind == "error":
         return Payload({"error": "no disk\nand more"})
     if kind == "forger":
-        return Payload.pack({}, {**tensors, "x\n2026-01-01 | ERROR | forged": torch.zeros(1)})
+        return Payload.pack(reply.metadata, {**tensors, "x\n2026-01-01 | ERROR | forged": torch.zeros(1)})
     if kind.startswith("steps"):  # of two; FedNova would make up for the one that it seems to have missed
         wrong = {"steps nan": float("nan"), "steps inf": float("inf"), "steps half": 1.5, "steps one": 1.0}[kind]
-        return Payload.pack({}, {**tensors, "notes": tensors["notes"].index_fill(1, torch.tensor([2]), wrong)})
+        return Payload.pack(reply.metadata, {**tensors, "notes": tensors["notes"].index_fill(1, torch.tensor([2]), wrong)})
     if kind == "liar":
-        return Payload.pack({}, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
+        return Payload.pack(reply.metadata, {**tensors, "notes": tensors["notes"] * torch.tensor([1.0, 1e9, 1.0, 1.0])})
     return "Flower says that it is gone"
 
 
@@ -223,7 +235,7 @@ def fl_load(blob: bytes) -> dict[str, Tensor]:
 
 
 KINDS = ["nan", "shape", "type", "names", "forger", "huge", "garbage", "truncated", "flood", "nothing", "error", "liar", "gone"]
-KINDS += ["steps nan", "steps inf", "steps half", "steps one"]
+KINDS += ["300 MB", "escapes", "another request", "no request", "steps nan", "steps inf", "steps half", "steps one"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,9 +252,154 @@ def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog
     assert same(run, silent)
     counts = {key: run.summary[key] for key in ("nonfinite", "refused", "dropped")}
     assert sum(counts.values()) == 4, counts
-    assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error") else "refused"] == 4, counts
+    assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error", "escapes") else "refused"] == 4, counts
     assert [line["clients"] for line in run.metrics] == [4, 4]
-    assert all("\n" not in record.getMessage() for record in caplog.records) and len(caplog.records) >= 2
+    assert all(record.getMessage().isprintable() for record in caplog.records) and len(caplog.records) >= 2
+
+
+@pytest.mark.parametrize("source", ["the round before", "another run"])
+def test_an_old_update_of_a_site_is_not_accepted_again(tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Run, round and θ are bound to it: site 71 sends a sound update of its own at the wrong time."""
+    options, old = ["federated.participation=1", "federated.rounds=2"], list[Payload]()
+
+    def replays(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        if operation != "update" or site != 71:
+            return reply
+        old.append(reply)
+        return old[0]
+
+    if source == "another run":
+        federate(tmp_path / "other", Wire(replays), *options, "federated.rounds=1")
+    rounds: list[int] = []
+
+    def silent(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        rounds.append(site) if operation == "update" and site == 71 else None
+        return None if operation == "update" and site == 71 and (source == "another run" or len(rounds) == 2) else reply
+
+    honest = federate(tmp_path / "silent", Wire(silent), *options)
+    caplog.set_level(logging.WARNING, "fedlens")
+    caplog.clear()
+    run = federate(tmp_path / "run", Wire(replays), *options)
+    assert same(run, honest) and run.summary["refused"] == (4 if source == "another run" else 2)
+    assert "from site 71 (clients 1, 4): it answers another request: the run, the round or θ differs" in caplog.text
+
+
+HOSTILE_CONFIGS = [
+    "head: ${oc.env:FEDLENS_SECRET}",
+    'head: "\\x24{oc.env:FEDLENS_SECRET}"',
+    'head: "\\u0024\\u007boc.env:FEDLENS_SECRET}"',
+    "seed: ${oc.decode:${oc.env:FEDLENS_SECRET}}",
+    "{a: &a $, head: [*a, '{oc.env:FEDLENS_SECRET}']}",
+    "data: {name: folder, root: '${oc.env:FEDLENS_SECRET}'}",
+    "data: {name: folder, root: /etc}",
+    "{data: {name: folder}, model: {weights: /etc/passwd}}",
+    "{data: {name: ../../etc/passwd}}",
+    "{data: {name: 'hf:/etc'}}",
+    "{model: {name: 'timm:$FEDLENS_SECRET'}}",
+    "{mask: {strategy: random, path: /etc/passwd}}",
+    "experiment: ../../../../etc/passwd",
+    "!!python/object/apply:os.getenv [FEDLENS_SECRET]",
+    "run: {dir: /tmp/x, trackers: [wandb]}",
+    "trainer: [1]",
+    "data: 5",
+    "seed: 0x" + "f" * 1900,
+    BOMB,
+]
+HOSTILE_FIELDS: list[dict[str, Any]] = [
+    {"classes": {"a": 1}, "mean": "x", "std": None},
+    {"classes": ["${oc.env:FEDLENS_SECRET}"] * 10},
+    {"clients": "$FEDLENS_SECRET"},
+    {"clients": [10**30]},
+    {"clients": {"0": 0}},
+    {"backbone": ["x"]},
+    {"size": "FEDLENS_SECRET", "clients": [0], "setup": "", "round": 0, "lr": 1, "run": ""},
+    {"size": -1, "clients": [0], "setup": "", "round": 0, "lr": 1, "run": "", "sent": True},
+]
+
+
+@pytest.mark.parametrize("own_data", [False, True], ids=["shared data", "own data"])
+def test_a_hostile_server_learns_neither_variables_nor_paths_nor_exceptions_of_a_site(
+    tmp_path: Path, own_data: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every operation with every odd configuration or field, through the site's worker. An unexpected exception stays in the site's log."""
+    monkeypatch.setenv("FEDLENS_SECRET", "hunter2")
+    monkeypatch.setenv("FEDLENS_DATA", "patients-of-dr-who")  # a relative path, which does not exist
+    monkeypatch.chdir(tmp_path)
+    good = {"config": to_yaml(compose(BASE)), "classes": [str(k) for k in range(10)], "mean": [0.5] * 3, "std": [0.2] * 3, "clients": [0]}
+    requests = [good | {"config": config} for config in HOSTILE_CONFIGS] + [good | fields for fields in HOSTILE_FIELDS]
+    home = tmp_path / "jane"
+    places = [SiteOptions(0, SITES, own_data, overrides=overrides) for overrides in (HERE, (f"data.root={home}",), ())]
+    leaks, silent = [], 0
+    for options in places:
+        for operation in ("hello", "ridge", "update"):
+            for metadata in requests:
+                try:
+                    sent = answer(operation, Payload(metadata, b"\x80garbage"), options, {}).metadata_json
+                except Exception:  # what the site's Flower process then sends: test_flower.py
+                    silent += 1
+                    continue
+                leaks += [sent for secret in ("hunter2", "patients", "jane", str(tmp_path), str(SMALL_DATA), "Traceback") if secret in sent]
+    assert leaks == [] and "patients-of-dr-who" in caplog.text and silent > 0
+
+
+LENGTHS = {"1e15": lambda norm: 1e15 / norm, "30 times": lambda norm: 30.0, "infinite": lambda norm: math.inf}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_an_update_of_unusual_length_is_rejected_by_default_and_the_run_ends_with_the_model_of_the_others(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every round, the first one included; the log names the site."""
+
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        if operation != "update" or site != 71:
+            return reply
+        tensors = fl_load(reply.tensors)
+        return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"] * LENGTHS[kind](float(tensors["deltas"][0].norm()))})
+
+    caplog.set_level(logging.WARNING, "fedlens")
+    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "update" and s == 71 else r), "federated.participation=1")
+    run = federate(tmp_path / "run", Wire(bad), "federated.participation=1")
+    assert same(run, silent) and run.summary["refused"] + run.summary["nonfinite"] == 6 and [r["clients"] for r in run.metrics] == [4, 4, 4]
+    if kind != "infinite":
+        assert len(re.findall(r"client [14] \(site 71\) has norm .*, expected at most .* \(deploy\.norm_ratio", caplog.text)) == 6
+
+
+def test_a_cohort_of_one_hostile_site_does_not_stop_a_run(tmp_path: Path) -> None:
+    """Later rounds are compared with earlier ones, also after a restart: their median norms are in the checkpoint."""
+    options, seen = ["federated.participation=0.1", "federated.rounds=6", "deploy.min_fraction=0.1"], list[int]()
+
+    def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        if operation != "update":
+            return reply
+        seen.append(site)
+        if len(seen) in (2, 4):
+            return Payload.pack(
+                reply.metadata,
+                {**fl_load(reply.tensors), "deltas": torch.full_like(fl_load(reply.tensors)["deltas"], (1e15, math.nan)[len(seen) // 4])},
+            )
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt):
+        federate(tmp_path / "r", Wire(bad), *options)
+    run = federate(tmp_path / "r", Wire(bad), *options)
+    assert [line["clients"] for line in run.metrics] == [1, 0, 0, 1, 1, 1] and run.summary["refused"] == 2
+    state = json.loads(next((run.path / "checkpoints").glob("step-*6/state.json")).read_text())
+    assert len(state["traffic"]["norms"]) == 5 and max(state["traffic"]["norms"]) > 1e15 > 1e3 > sorted(state["traffic"]["norms"])[3]
+
+
+def test_the_bound_on_lengths_can_be_changed_and_does_not_name_another_run(tmp_path: Path) -> None:
+    def long(operation: str, site: int, reply: Payload) -> Payload | str | None:
+        if operation != "update" or site != 71:
+            return reply
+        tensors = fl_load(reply.tensors)
+        return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"] * 30})
+
+    run = federate(tmp_path / "r", Wire(long), "federated.participation=1", "deploy.norm_ratio=null", "federated.rounds=1")
+    assert run.summary["refused"] == 0
+    assert identity(compose([*BASE, "deploy.norm_ratio=null"])) == identity(compose(BASE))
 
 
 @pytest.mark.parametrize("kind", ["labels of any size", "features of any size", "more samples", "no features", "a class that takes away"])
@@ -718,6 +875,14 @@ def test_an_update_that_is_not_finite_is_not_clamped_to_the_range(monkeypatch: p
         ("hello", {"config": "optim: {lr: -1}"}, "optim.lr"),
         ("hello", {"config": None}, ""),
         ("hello", {"config": "head: ${oc.env:HOME}"}, "contains an interpolation"),
+        ("hello", {"config": 'head: "\\x24{oc.env:HOME}"'}, "contains an interpolation"),
+        ("hello", {"config": 'head: "\\u0024\\x7boc.env:HOME}"'}, "contains an interpolation"),
+        ("hello", {"config": BOMB}, "more than 20,000 values"),
+        ("hello", {"config": MERGE_BOMB}, "more than 20,000 values"),
+        ("hello", {"config": "a: &a [*a]"}, "more than 20,000 values"),
+        ("hello", {"config": "[" * 1000}, "more than 30 levels"),
+        ("hello", {"config": f"seed: 0x{'f' * 1500}"}, "cannot be read"),
+        ("hello", {"config": "'seed: 1'"}, "not a mapping"),
         ("hello", {"config": "{model: {name: 'hf:/etc'}}"}, "is a path on this machine"),
         ("hello", {"config": "{data: {name: 'hf:../x'}}"}, "is a path on this machine"),
     ],
@@ -868,6 +1033,36 @@ def test_unused_new_keys_do_not_change_the_identity_of_a_run() -> None:
 def test_contradicting_settings_are_errors(options: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
         compose([*BASE, *options])
+
+
+# --- the server's folder ---------------------------------------------------------------------------------------------
+
+
+def test_messages_are_erased_from_the_state_of_a_server_that_was_killed(tmp_path: Path) -> None:
+    """Those that it has deleted and those that it has not; the sites' keys stay."""
+    script = """
+import os, sqlite3, sys
+state = sqlite3.connect(sys.argv[1], isolation_level=None)
+state.execute("PRAGMA journal_mode = WAL")
+state.execute("CREATE TABLE objects (content BLOB)")
+state.execute("CREATE TABLE node (key TEXT)")
+state.execute("INSERT INTO node VALUES ('key of site 0')")
+state.executemany("INSERT INTO objects VALUES (?)", [(b"UPDATE " * 5000,)] * 9)
+state.execute("PRAGMA wal_checkpoint(PASSIVE)")
+state.execute("DELETE FROM objects WHERE rowid > 4")
+os._exit(1)
+"""
+    state = tmp_path / "state.db"
+    subprocess.run([sys.executable, "-c", script, str(state)], check=False)
+
+    def holding() -> set[str]:
+        return {path.name for path in tmp_path.iterdir() if b"UPDATE UPDATE" in path.read_bytes()}
+
+    assert holding() == {"state.db", "state.db-wal"}
+    erase_messages(state)
+    assert holding() == set() and sqlite3.connect(state).execute("SELECT key FROM node").fetchall() == [("key of site 0",)]
+    erase_messages(tmp_path / "none.db")
+    assert not (tmp_path / "none.db").exists()
 
 
 # --- a site's worker -------------------------------------------------------------------------------------------------
@@ -1111,6 +1306,7 @@ def test_the_folder_of_a_federation(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["federate", "init", str(folder), "--sites", "2", "--address", "fed.example.org:9000", *options]) == 0
     assert "fedlens federate server" in capsys.readouterr().out
     assert json.loads((folder / "sites/1/site.json").read_text()) == {"address": "fed.example.org:9000", "number": 1, "of": 2}
+    assert [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077] == []
     secret = [folder / "server/server.key", folder / "sites/0/key", folder / "sites/1/key"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secret)
     assert len({path.read_bytes() for path in secret}) == 3
@@ -1138,6 +1334,7 @@ def test_the_folder_of_a_federation(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["init", "x", "federated.nothing=1"], "federated.nothing"),
         (["server", "x"], "not a federation's folder"),
         (["client", "x"], "not a site's folder"),
+        (["join", "x"], "not a site's folder"),
     ],
 )
 def test_errors_of_commands_are_one_line(

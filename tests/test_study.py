@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST
+from conftest import BOMB, FAST, MERGE_BOMB
 from omegaconf import OmegaConf
 
 from fedlens.cli import main
@@ -147,6 +147,20 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("include: [quick, quick]", "two tables are called"),
         ("tables: [{name: a, grid: {model.weights: [a/w.pth, b/w.pth]}}]", "only in the folder"),
         ("a: [", "cannot be read as YAML"),
+        (BOMB, "more than 20,000 values"),
+        (MERGE_BOMB, "more than 20,000 values"),
+        ("question: &a [*a]\ntables: [{name: a}]", "more than 20,000 values"),
+        ("question: " + "[" * 100, "more than 30 levels"),
+        (f"question: {'x' * 2**18}", "more than 262,144 characters"),
+        (f"seeds: 1{':1' * 1000}", "more than 2,000 characters in a value"),
+        ('question: "\\x24{oc.env:HOME}"', "contains an interpolation"),
+        ("question: !!python/name:os.system", "names a type"),
+        (
+            f"tables: [{{name: a, grid: {{optim.lr: &v [{'1,' * 81}], optim.momentum: *v, seed: *v, server.lr: *v}}}}]",
+            "more than 10,000 runs",
+        ),
+        ("seeds: 99999999999\ntables: [{name: a}]", "more than 10,000 runs"),
+        ("tables: [{name: a, cases: 5}]", "cases of a must be a mapping, got int."),
         ("tables: [{name: a, tune: {by: 1}}]", "tune of a: by must be a factor > 1, got 1."),
         ("tables: [{name: a, tune: {length: 2}}]", "tune of a: length must be a fraction of the run's length in (0, 1], got 2."),
         ("tables: [{name: a, tune: {tries: 2}}]", "tune of a: tries must be a whole number >= 3, got 2."),
@@ -180,6 +194,7 @@ def test_the_full_study_is_all_the_others_but_the_quick_one_and_the_search_for_r
         ("include: []", "include must be a list of plans, such as [quick, mine.yaml], got []."),
         ("include: [1]", "include must be a list of plans, such as [quick, mine.yaml], got [1]."),
     ],
+    ids=lambda text: text[:40],
 )
 def test_an_invalid_plan_raises_a_one_line_error(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "p.yaml"

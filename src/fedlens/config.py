@@ -264,7 +264,7 @@ class PrivacyConfig:
 
 @dataclass
 class DeployConfig:
-    """Clients on other machines (deploy/). These keys do not change what is computed."""
+    """Clients on other machines (deploy/). These keys decide which answers count, not what is computed from them."""
 
     wait: float = key(300.0, "seconds to wait for all clients at the start", ge=0)
     deadline: float = key(600.0, "seconds to wait for an answer", gt=0)
@@ -272,6 +272,7 @@ class DeployConfig:
         0.5, "share of the requested clients that must answer; otherwise the round is retried, then the run stops", gt=0, le=1
     )
     max_samples: int = key(1_000_000, "samples that a client may claim: its update is weighted by them", ge=1)
+    norm_ratio: float | None = key(10.0, "reject updates longer than this multiple of recent rounds' median norm; null: accept all", ge=1)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -19,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from fedlens.config import CHOSEN_BY, CONF, MOVED, Config, keys, known_keys, upgraded, validate
@@ -29,6 +31,7 @@ from fedlens.registry import registry
 log = logging.getLogger("fedlens")
 ConfigStore.instance().store(name="schema", node=Config)
 GROUPS = ("experiment", "data", "model")
+MAX_YAML = {"characters": 2**18, "values": 20_000, "levels": 30, "characters in a value": 2000}  # of YAML from outside
 DICTS = tuple(f"{path}." for path, key in keys().items() if isinstance(key.default, dict))  # keys that hold options by name
 
 
@@ -249,6 +252,45 @@ def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = Tru
         return _on_top(OmegaConf.merge(_schema(), upgraded(plain)), values, to_train)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Return YAML that may come from anyone as plain lists and mappings; raise ValueError if it is too large or holds an interpolation.
+
+    Aliases count as what they stand for: a few hundred bytes could make 10⁹ values. An interpolation ${…} could read environment variables.
+    """
+    _bound("characters", len(text))
+    anchors: dict[str | None, tuple[int, int]] = {}  # anchor -> values and levels of what it names
+    open_: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # the collections around the current place: anchor, values and levels so far
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise ValueError(f"it names a type, {event.tag!r}; write the value alone")
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append((event.anchor, 1, 1))
+            _bound("levels", len(open_))
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, values, levels = open_.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, values, levels = event.anchor, 1, 0
+            _bound("characters in a value", len(event.value))
+            if "${" in event.value:  # here, because escapes have been read
+                raise ValueError("it contains an interpolation ${…}; write the value itself")
+        elif isinstance(event, yaml.AliasEvent):
+            anchor, (values, levels) = None, anchors.get(event.anchor, (MAX_YAML["values"] + 1, 0))  # an unknown one may contain itself
+        else:
+            continue
+        anchors[anchor] = values, levels
+        around, so_far, deepest = open_[-1]
+        open_[-1] = around, so_far + values, max(deepest, levels + 1)
+        _bound("values", so_far + values)
+        _bound("levels", len(open_) + levels)
+    return yaml.load(text, Loader=get_yaml_loader())  # safe, with the numbers of YAML 1.2
+
+
+def _bound(what: str, count: int) -> None:
+    if count > MAX_YAML[what]:
+        raise ValueError(f"it has more than {MAX_YAML[what]:,} {what}")
 
 
 def to_yaml(config: Config) -> str:

@@ -76,7 +76,9 @@ class GridTransport:
         self.grid, self.context = grid, context
         files = [] if keys is None else [file for file in keys.glob("*.pub") if file.stem.isdecimal()]
         if keys is not None and not files:
-            raise UserError(f"federate server: {keys} holds no key of a site (K.pub), so no site could join.")
+            raise UserError(
+                f"federate server: {keys} holds no key of a site (K.pub), so no site could join; fedlens federate join makes one."
+            )
         self.numbers = {_canonical(file.read_bytes()): int(file.stem) for file in files}
         # The number of sites must not change when a key is removed. Folders of old versions have no count file.
         count = int((keys / "count").read_text()) if keys is not None and (keys / "count").is_file() else 0
@@ -256,7 +258,7 @@ def train_securely(message: Message, context: Context) -> Message:
         reply = request(MEAN, Payload.parse(fit.config.get(METADATA), bytes(tensors)), site_options(context), state)
     if not reply.tensors:
         raise Rejected(str(reply.metadata["error"]))
-    metrics = {"loss": reply.metadata["loss"], "clients": reply.metadata["clients"]}
+    metrics = {name: reply.metadata[name] for name in ("loss", "clients", "answers")}
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([load(reply.tensors)["mean"]]), reply.metadata["samples"], metrics)
     return Message(compat.fitres_to_recorddict(result, keep_input=False), reply_to=message)
 

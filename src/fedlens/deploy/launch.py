@@ -1,4 +1,4 @@
-"""`fedlens federate init | server | client`: the folder of a federation, its server, its sites. Flower's programs do the work.
+"""`fedlens federate init | join | server | client`: the folder of a federation, its server, its sites. Flower's programs do the work.
 
 FOLDER/app        the Flower app: two files that import fedlens' apps, and the configuration
 FOLDER/server     certificates, the sites' public keys, SuperLink's state; stays on the server
@@ -6,6 +6,7 @@ FOLDER/sites/K    what site K needs: copy it there
 FOLDER/run        the run: metrics, checkpoints, summary, model
 """
 
+import hashlib
 import json
 import os
 import re
@@ -13,18 +14,19 @@ import shlex
 import shutil
 import signal
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from fedlens.deploy.programs import TIED
+from fedlens.deploy.programs import PINNED_APP, TIED
 from fedlens.deploy.protocol import check_site_overrides, from_setting, to_setting
 from fedlens.errors import UserError, bad_value
 
@@ -61,17 +63,27 @@ CONNECTION = "federation"  # name of Flower's connection to SuperLink
 START_TIMEOUT = 60.0  # seconds for SuperLink to start
 PATIENCE = 180.0  # seconds that a rejected site keeps trying
 RETRY = 5.0  # seconds between its tries
+DATABASE = "state.db"  # SuperLink's state, in FOLDER/server
+MESSAGES = ("objects", "object_children", "run_objects", "message", "message_ins", "message_res", "task_message")  # its tables of messages
 INSTALL = "pip install 'fedlens[flower]', best in an environment of its own."
 
 
-def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) -> int:
-    """Create the folder of a federation. Nothing is started or overwritten."""
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Let only this user read the files that this process and its children make meanwhile."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@private_files()
+def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str], join: bool = False) -> int:
+    """Create the folder of a federation. Nothing is started or overwritten. `join`: each site makes its own key, see `join`."""
     from fedlens.overrides import compose
 
-    try:
-        from fedlens.deploy.keys import make_certificates, make_site_key
-    except ImportError:
-        raise UserError(f"federate: Flower is not installed; {INSTALL}") from None
+    make_certificates, make_site_key = _key_makers()
     host, port = split_address(address)
     config = compose(overrides)
     if config.trainer != "federated":
@@ -93,13 +105,36 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str]) ->
     (keys / "sites" / "count").write_text(f"{sites}\n")
     for k in range(sites):
         site = folder / "sites" / str(k)
-        make_site_key(site / "key", keys / "sites" / f"{k}.pub")
+        site.mkdir(parents=True)
+        if not join:
+            make_site_key(site / "key", keys / "sites" / f"{k}.pub")
         shutil.copy(keys / "ca.crt", site / "ca.crt")
         (site / "site.json").write_text(json.dumps({"address": f"{host}:{port}", "number": k, "of": sites}) + "\n")
     print(f"{folder}: a federation of {sites} sites and {config.federated.clients} clients, server at {host}:{port}")
     print(f"the server:  fedlens federate server {folder}")
     for k in range(min(sites, 3)):
-        print(f"site {k}:      fedlens federate client {folder / 'sites' / str(k)}")
+        print(f"site {k}:      fedlens federate {'join' if join else 'client'} {folder / 'sites' / str(k)}")
+    if not join:
+        print(f"Copy each folder of {folder / 'sites'} to its site, then delete it here: whoever has its key is that site.")
+    return 0
+
+
+def _key_makers() -> tuple[Callable[[Path, list[str]], None], Callable[[Path, Path], None]]:
+    try:
+        from fedlens.deploy.keys import make_certificates, make_site_key
+    except ImportError:
+        raise UserError(f"federate: Flower is not installed; {INSTALL}") from None
+    return make_certificates, make_site_key
+
+
+@private_files()
+def join(site: Path) -> int:
+    """Make this site's key. The private part stays here."""
+    public = site / f"{_read_site(site)[0]}.pub"
+    if (site / "key").exists() or public.exists():
+        raise UserError(f"federate join: {site} has a key already; remove key and {public.name} to make another.")
+    _key_makers()[1](site / "key", public)
+    print(f"Send {public} to the server, which needs it in FOLDER/server/sites before it starts. The file key stays here.")
     return 0
 
 
@@ -156,6 +191,8 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     config = compose(overrides)  # report errors before anything starts
     run = Path(config.run.dir or settings["run-dir"]).resolve()
     if (run / "summary.json").is_file():
+        if not _is_healthy(keys / "ca.crt", port):
+            erase_messages(keys / DATABASE)  # in case the server was killed at the very end
         return _report(run)
     env = environment(keys / "flwr")
     if simulate:
@@ -165,6 +202,7 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
     with superlink(keys, host, port, env, simulate=simulate):
         sites = len(_public_keys(keys))
         print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
+        print(f"SHA-256 of the app, which a site can pin in site.json: {app_digest(folder / 'app')}", flush=True)
         run_app(folder / "app", run, overrides, env, keys=None if simulate else keys / "sites", simulated_sites=sites)
     if (run / "summary.json").is_file():
         return _report(run)
@@ -182,6 +220,13 @@ def run_app(app: Path, run: Path, overrides: Sequence[str], env: Mapping[str, st
         command += ["--federation-config", f"num-supernodes={simulated_sites} client-resources-num-cpus=1"]
     with _child(command, env) as flwr:
         flwr.wait()
+
+
+def app_digest(app: Path) -> str:
+    """Return the SHA-256 of the bundle that Flower makes of an app and sends to the sites."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
 def _report(run: Path) -> int:
@@ -217,17 +262,18 @@ def _public_keys(keys: Path) -> list[Path]:
 
 def register_sites(keys: Path, env: Mapping[str, str]) -> None:
     """Register the sites' keys with SuperLink once, before sites can reach it: a site with an unknown key would give up."""
-    done = keys / "registered"
-    if done.is_file():
+    done, public_keys = keys / "registered", _public_keys(keys)
+    new = [public for public in public_keys if not done.is_file() or public.read_text() not in done.read_text()]
+    if not new:
         return
     with superlink(keys, "127.0.0.1", free_port(), env):
-        for public in _public_keys(keys):
+        for public in new:
             command = [program("flwr"), "supernode", "register", str(public), CONNECTION, "--format", "json"]
             result = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False)
             output = " ".join((result.stdout + result.stderr).split())
             if result.returncode and "already" not in output.lower():
                 raise UserError(f"federate server: Flower did not accept the key {public}: {output[:300]}")
-    done.touch()
+    done.write_text("".join(public.read_text() for public in public_keys))
 
 
 @contextmanager
@@ -240,20 +286,45 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simul
     command += ["--host", "127.0.0.1" if host in ("localhost", "127.0.0.1", "::1") else "0.0.0.0", "--port", str(port)]
     for option, name in (("--ssl-ca-certfile", "ca.crt"), ("--ssl-certfile", "server.pem"), ("--ssl-keyfile", "server.key")):
         command += [option, str(keys / name)]
-    database = f"sqlite:///{quote(str((keys / 'state.db').resolve()))}"
+    database = f"sqlite:///{quote(str((keys / DATABASE).resolve()))}"
     command += ["--simulation"] if simulate else ["--enable-supernode-auth", "--database", database]
-    with (keys / "superlink.log").open("ab") as log, _child(command, env, stdout=log, stderr=log, stdin=subprocess.PIPE) as process:
-        end = time.monotonic() + START_TIMEOUT
-        while not _is_healthy(keys / "ca.crt", port):
-            if process.poll() is not None or time.monotonic() > end:
-                raise UserError(f"federate server: SuperLink did not start; see {keys / 'superlink.log'}.")
-            time.sleep(0.1)
-        (Path(env["FLWR_HOME"]) / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\n'
-            f"root-certificates = {json.dumps(str((keys / 'ca.crt').resolve()), ensure_ascii=False)}\n",
-            encoding="utf-8",
-        )
-        yield
+    for path in (keys, *keys.rglob("*")):  # folders of old versions were open to other users
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & 0o700)
+    try:
+        with (
+            private_files(),
+            (keys / "superlink.log").open("ab") as log,
+            _child(command, env, stdout=log, stderr=log, stdin=subprocess.PIPE) as process,
+        ):
+            end = time.monotonic() + START_TIMEOUT
+            while not _is_healthy(keys / "ca.crt", port):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise UserError(f"federate server: SuperLink did not start; see {keys / 'superlink.log'}.")
+                time.sleep(0.1)
+            (Path(env["FLWR_HOME"]) / "config.toml").write_text(
+                f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\n'
+                f"root-certificates = {json.dumps(str((keys / 'ca.crt').resolve()), ensure_ascii=False)}\n",
+                encoding="utf-8",
+            )
+            yield
+    finally:
+        erase_messages(keys / DATABASE)
+
+
+def erase_messages(database: Path) -> None:
+    """Overwrite all messages in SuperLink's state, also those that it has deleted: they hold whole updates of clients, before any noise."""
+    if not database.is_file():
+        return
+    try:
+        with closing(sqlite3.connect(database, isolation_level=None, timeout=START_TIMEOUT)) as state:
+            state.execute("PRAGMA secure_delete = ON")
+            tables = {name for (name,) in state.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            for table in tables.intersection(MESSAGES):
+                state.execute(f"DELETE FROM {table}")
+            state.executescript("VACUUM; PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        print(f"warning: {database} may still hold clients' updates ({error}); delete it when no server runs.", file=sys.stderr)
 
 
 def _is_healthy(authority: Path, port: int) -> bool:
@@ -297,13 +368,19 @@ def free_port() -> int:
 # --- a site ----------------------------------------------------------------------------------------------------------
 
 
-def client_options(site: Path, *, own_data: bool, address: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return SuperNode's options: this site's key, certificate and number."""
+def _read_site(site: Path) -> tuple[int, int, str, str]:
+    """Return a site's number, the number of sites, the server's address, and the SHA-256 of the only app that the site runs, or ""."""
     try:
         known = json.loads((site / "site.json").read_text())
-        number, sites, superlink_address = int(known["number"]), int(known["of"]), address or str(known["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"federate client: {site} is not a site's folder; use FOLDER/sites/K of a federation.") from None
+        return int(known["number"]), int(known["of"]), str(known["address"]), str(known.get("app", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"federate: {site} is not a site's folder; use FOLDER/sites/K of a federation.") from None
+
+
+def client_options(site: Path, *, own_data: bool, address: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return SuperNode's options: this site's key, certificate and number."""
+    number, sites, known_address, _ = _read_site(site)
+    superlink_address = address or known_address
     check_site_overrides(overrides)
     split_address(superlink_address)
     config = [f"partition-id={number}", f"num-partitions={sites}"]
@@ -318,13 +395,23 @@ def client_options(site: Path, *, own_data: bool, address: str | None, overrides
     ]
 
 
+@private_files()
 def client(
-    site: Path, *, own_data: bool = False, address: str | None = None, patience: float = PATIENCE, overrides: Sequence[str] = ()
+    site: Path,
+    *,
+    own_data: bool = False,
+    address: str | None = None,
+    patience: float = PATIENCE,
+    trusted_entities: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> int:
     """Run the site's SuperNode until it is stopped. A rejected one is restarted for `patience` seconds: a restarted site is rejected until the server
     has noticed the death of its predecessor, which takes a minute."""
     options = client_options(site, own_data=own_data, address=address, overrides=overrides)
-    env = environment(site / "flwr")
+    if not (site / "key").is_file():
+        raise UserError(f"federate client: {site} has no key; make one: fedlens federate join {site}")
+    options += ["--trusted-entities", trusted_entities] if trusted_entities else []
+    env = environment(site / "flwr") | {PINNED_APP: _read_site(site)[3]}
     program("flower-supernode")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the SuperNode ends too
     end = time.monotonic() + patience

@@ -4,6 +4,7 @@ Sites and the commands that start runs share SuperLink's port, and starting a ru
 does not protect the rest. `SitesOnly` therefore answers other machines only on the paths that sites need.
 """
 
+import hashlib
 import ipaddress
 import os
 import sys
@@ -22,6 +23,7 @@ MAX_BODY = 64 * 2**20  # bytes of a request; Flower sends arrays in parts of a f
 TIED = "FEDLENS_TIED"  # set in the environment of processes that end with their parent
 POLL = 0.5  # seconds between a SuperNode's looks for messages; Flower's default is 3
 HEARTBEAT = "FEDLENS_HEARTBEAT"  # environment variable: seconds between a SuperNode's heartbeats, for tests; Flower's default is 30
+PINNED_APP = "FEDLENS_APP"  # environment variable: SHA-256 of the only app that a site runs
 EXTENSIONS = "flwr.ee.superlink.extensions"  # the module in which Flower looks for middleware
 
 
@@ -84,8 +86,12 @@ def replies_only(push: Callable[..., Any]) -> Callable[..., Any]:
 def superlink() -> None:
     from flwr.superlink.cli import flower_superlink
     from flwr.superlink.servicer.fleet import fleet_handlers
+    from sqlalchemy import Engine, event
     from starlette.middleware import Middleware
 
+    event.listen(
+        Engine, "connect", lambda connection, record: connection.execute("PRAGMA secure_delete = ON")
+    )  # what a site sent is overwritten
     fleet_handlers.push_messages = replies_only(fleet_handlers.push_messages)
     extensions = ModuleType(EXTENSIONS)
     extensions.get_middleware = lambda: (Middleware(SitesOnly),)  # type: ignore[attr-defined]
@@ -103,12 +109,32 @@ class ShortSleep:
         time.sleep(min(seconds, POLL))
 
 
+def pinned(pull: Callable[..., Any], digest: str) -> Callable[..., Any]:
+    """Restrict Flower's function that receives a message to the app with this SHA-256: for any other, the site answers that it cannot be verified."""
+
+    def pull_message(**options: Any) -> Any:
+        trusted, get_fab = dict(options["trusted_entities"] or {}), options["get_fab"]
+
+        def get_checked_fab(fab_hash: str, run_id: int) -> Any:
+            fab = get_fab(fab_hash, run_id)
+            if (sent := hashlib.sha256(fab.content).hexdigest()) != digest:
+                print(f"error: the server's app has SHA-256 {sent}, site.json allows {digest} only", file=sys.stderr, flush=True)
+                trusted["fedlens"], fab.verifications = "", {}
+            return fab
+
+        return pull(**{**options, "trusted_entities": trusted, "get_fab": get_checked_fab})
+
+    return pull_message
+
+
 def supernode() -> None:
     from flwr.supernode.cli import flower_supernode
 
     loop = import_module("flwr.supernode.start_client_internal")  # by name: a function of the same name may hide it
     if getattr(loop, "time", None) is time:  # a future Flower may wait in another way: then its own interval holds
         loop.time = ShortSleep()  # type: ignore[attr-defined]
+    if digest := os.environ.get(PINNED_APP):
+        loop._pull_and_store_message = pinned(loop._pull_and_store_message, digest)  # type: ignore[attr-defined]
     if interval := os.environ.get(HEARTBEAT):  # of the node only: flwr.common.constant would shorten the time that a task may take, too
         for name in ("flwr.supernode.fleet_http_connection", "flwr.supercore.heartbeat"):
             vars(import_module(name))["HEARTBEAT_DEFAULT_INTERVAL"] = float(interval)

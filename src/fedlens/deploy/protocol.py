@@ -81,6 +81,12 @@ class Payload:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tensors: bytes = b""
 
+    def __getitem__(self, name: str) -> Any:
+        """Return a field of the metadata; raise Rejected if it is missing."""
+        if name not in self.metadata:
+            raise Rejected(f"the message lacks {name!r}")
+        return self.metadata[name]
+
     @classmethod
     def pack(cls, metadata: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> "Payload":
         """Return a payload with these tensors serialised."""

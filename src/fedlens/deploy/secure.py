@@ -103,6 +103,7 @@ class CountedGrid:
         self.grid, self.up, self.down = grid, 0, 0
         self.size = 0  # coordinates of an update
         self.samples: Mapping[int, int] = {}  # per site, as reported in its hello
+        self.answers: str | None = None  # digest of run, round and θ that a site must repeat
         self.failed: set[int] = set()  # sites without a sound reply in the first stage where any failed
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -132,9 +133,11 @@ class CountedGrid:
             if stage == Stage.UNMASK:
                 others = {*requests[site][Key.ACTIVE_NODE_ID_LIST], *requests[site][Key.DEAD_NODE_ID_LIST]}
                 return _has_parts(record, Key.NODE_ID_LIST, Key.SHARE_LIST, others)
-            samples: Any = compat.recorddict_to_fitres(message.content, keep_input=True).num_examples
-            if type(samples) is not int or samples != self.samples[site]:
+            result = compat.recorddict_to_fitres(message.content, keep_input=True)
+            if type(result.num_examples) is not int or result.num_examples != self.samples[site]:
                 return False  # not the data that the site reported
+            if self.answers and result.metrics.get("answers") != self.answers:
+                return False  # the answer to another request
             # exact shapes: numpy would broadcast a column and a row to a matrix
             return [_npy_form(blob) for blob in record[Key.MASKED_PARAMETERS]] == [((1,), "<i8"), ((self.size,), "<i8")]
         except Exception:  # keys and array headers can be malformed in many ways
@@ -200,13 +203,14 @@ def secure_mean(
     samples: Mapping[int, int],
     fraction: float,
     deadline: float,
+    answers: str | None = None,
 ) -> "Update | None":
     """Return the mean of the sites' updates, weighted by `samples` per site, as one update; None if too few sites answered."""
     import torch
 
     from fedlens.engine.local_work import Update
 
-    grid.size, grid.samples = size, samples
+    grid.size, grid.samples, grid.answers = size, samples, answers
     strategy = _Strategy(payloads)
     legacy = LegacyContext(context, strategy=strategy)
     legacy.state = RecordDict()
@@ -222,7 +226,7 @@ def secure_mean(
     try:
         workflow(grid, legacy)
     except Exception as error:  # a site may send anything that Flower fails on
-        log.warning("secure aggregation: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        log.warning("secure aggregation: %s", Failure.of(f"{type(error).__name__}: {error}"))
     if strategy.mean is None:
         return None
     delta = torch.from_numpy(np.ascontiguousarray(strategy.mean, dtype=np.float32))

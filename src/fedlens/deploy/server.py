@@ -7,10 +7,13 @@ before anything is added, so the result does not depend on who answers first.
 import copy
 import hashlib
 import logging
+import math
+import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +28,11 @@ from fedlens.engine.sampling import local_steps
 from fedlens.errors import UserError
 from fedlens.lens.mask import pack_bits
 from fedlens.lens.mask_rules import Mask
+from fedlens.lens.norms import l2
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
 from fedlens.overrides import to_yaml
+from fedlens.runs.cache import content_digest
 from fedlens.training.bench import Bench
 from fedlens.training.clients import Traffic
 
@@ -36,6 +41,7 @@ ATTEMPTS = 3  # per request, while fewer than deploy.min_fraction of the clients
 RETRY_SITE = 60.0  # seconds until a site that was left out is greeted again
 GATHER_POLL = 1.0  # seconds between looks for new sites at the start
 MAX_FEATURE_RATIO = 25.0  # a site's squared feature norms, relative to the largest of the server's validation images
+RECENT_ROUNDS = 10  # whose median norms bound the length of an update
 HELLO_DEADLINE = 60.0  # seconds: a dead site that Flower still lists must not hold up a round
 RESUME_HINT = "the rounds before are saved; the same command resumes the run."
 
@@ -78,6 +84,7 @@ class Request:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     offsets: Offsets | None = None
     needs_setup: bool = False  # head and mask must be at the site
+    answers: str | None = None  # digest of run, round and θ that the reply must repeat: an older reply does not count
     per_site: bool = False  # a site answers for all its clients in one row, which counts as its first client's
 
     def rows(self, clients: int) -> Expected:
@@ -105,6 +112,8 @@ class RemoteClients:
         self._setup: dict[str, Tensor] = {}  # head and mask
         self._digest = ""
         self._ready: set[int] = set()  # sites that have the setup
+        self._run = secrets.token_hex(16)  # of this process: a resumed run requests its rounds anew
+        self._norms: list[float] = []  # the sites' median norm in each of the recent rounds
 
     # --- which sites are there ---------------------------------------------------------------------------------------
 
@@ -191,11 +200,13 @@ class RemoteClients:
         for k in gone:
             del self.clients[k]
 
-    def registry(self) -> dict[str, Any]:
-        return {str(k): {"site": client.site, "samples": client.samples} for k, client in sorted(self.clients.items())}
+    def state_dict(self) -> dict[str, Any]:
+        registry = {str(k): {"site": client.site, "samples": client.samples} for k, client in sorted(self.clients.items())}
+        return {"registry": registry, "norms": self._norms}
 
-    def recall(self, registry: Mapping[str, Any]) -> None:
-        self._previous_sites = {int(client): int(entry["site"]) for client, entry in registry.items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._previous_sites = {int(client): int(entry["site"]) for client, entry in state["registry"].items()}
+        self._norms = [float(norm) for norm in state.get("norms", [])]
 
     def fingerprint(self) -> str | None:
         return None
@@ -264,6 +275,8 @@ class RemoteClients:
                 if isinstance(reply, Failure):
                     raise Rejected(reply)
                 tensors = reply.unpack(request.rows(len(own)))
+                if request.answers and reply.metadata.get("answers") != request.answers:
+                    raise Rejected("it answers another request: the run, the round or θ differs")
             except Rejected as reason:
                 self.traffic.refused += len(own) * (isinstance(reply, Payload) or reply.size > 0)
                 log.warning("%s: no usable reply from site %s (%s): %s", request.label, site, _listed(own), reason)
@@ -327,20 +340,47 @@ class RemoteClients:
             return
         seed, fed, label = self.bench.config.seed, self.bench.config.federated, f"round {round_ + 1}"
         expected: Expected = {"deltas": (torch.float32, (len(theta),)), "notes": (torch.float64, (4,))}
-        metadata = {SETUP: self._digest, "size": len(theta), "round": round_, "lr": rule.lr}
-        request = Request("update", label, expected, {"theta": theta}, metadata, offsets, needs_setup=True)
+        metadata = {SETUP: self._digest, "size": len(theta), "run": self._run, "round": round_, "lr": rule.lr}
+        answers = content_digest(self._run, round_, theta)
+        request = Request("update", label, expected, {"theta": theta}, metadata, offsets, needs_setup=True, answers=answers)
         if self.bench.config.privacy.secure_aggregation:
             yield self._secure_update(round_, present, request)
             return
+        replies: dict[int, Reply] = {}
         for client, (known, tensors) in self._collect(request, present).items():
-            number, samples, steps, loss = tensors["notes"].tolist()
+            number, samples, steps, _ = tensors["notes"].tolist()
             if (number, samples, steps) != (client, known.samples, local_steps(seed, round_, client, fed.local_steps, fed.straggler_rate)):
                 self.traffic.refused += 1
                 log.warning("%s: client %d reports number %g, %g samples, %g steps; rejected", label, client, number, samples, steps)
                 if number == client and known.site in self._greeted and samples != known.samples:
                     self._forget(known.site, "has other data than it reported")  # and is greeted again
                 continue
-            yield Update(client, int(samples), int(steps), tensors["deltas"].to(theta.device), torch.tensor(loss))
+            replies[client] = known, tensors
+        for client, (known, tensors) in self._of_usual_length(label, replies).items():
+            notes = tensors["notes"]
+            yield Update(client, known.samples, int(notes[2]), tensors["deltas"].to(theta.device), notes[3].float())
+
+    def _of_usual_length(self, label: str, replies: Mapping[int, Reply]) -> dict[int, Reply]:
+        """Return the updates whose norm is at most `deploy.norm_ratio` times the median of recent rounds, this one included.
+
+        Each site has one vote per round, so that the bound holds while more than half of a round's sites are honest. An update that is not
+        finite is left to the loop, which drops and counts it, unless one site alone could then end the run.
+        """
+        norms, by_site = dict[int, float](), dict[int, list[float]]()
+        for client, (known, tensors) in replies.items():
+            norms[client] = l2(tensors["deltas"]) if bool(tensors["notes"][3].isfinite()) else math.nan
+            by_site.setdefault(known.site, []).append(norms[client])
+        votes = [median_low(own) for own in (list(filter(math.isfinite, each)) for each in by_site.values()) if own]
+        self._norms = [*self._norms, *([median_low(votes)] if votes else [])][-RECENT_ROUNDS:]
+        usual = median_low(self._norms or [0.0])
+        bound = (self.config.norm_ratio or math.inf) * (usual or math.inf)  # a median of zero bounds nothing
+        for_the_loop = bool(votes) or len(self._greeted) == 1
+        usable = {client for client, norm in norms.items() if (norm <= bound if math.isfinite(norm) else for_the_loop)}
+        for client in sorted(norms.keys() - usable):
+            self.traffic.refused += 1
+            facts = (label, client, replies[client][0].site, norms[client], f"{bound:.4g} (deploy.norm_ratio times the usual norm)")
+            log.warning("%s: the update of client %d (site %d) has norm %.4g, expected at most %s; rejected", *facts)
+        return {client: reply for client, reply in replies.items() if client in usable}
 
     def _secure_update(self, round_: int, present: Sequence[int], request: Request) -> Update:
         """Return one update for all who answered. Retry only while there is no sum: the difference of two sums of a round would reveal updates."""
@@ -353,6 +393,7 @@ class RemoteClients:
             if len(by_site) >= 2 and sum(map(len, by_site.values())) >= fraction * len(present):
                 samples = {site: sum(self.clients[k].samples for k in own) for site, own in by_site.items()}
                 options = {"size": size, "bound": bound, "samples": samples, "fraction": fraction, "deadline": self.config.deadline}
+                options["answers"] = request.answers
                 payloads = self._payloads(request, by_site)
                 mean, gone = self.transport.secure_mean(payloads, round_, self.traffic, **options)
                 failed |= gone

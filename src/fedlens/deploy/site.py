@@ -7,6 +7,7 @@ device are the site's own choice: those keys of the server's configuration are i
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from fedlens import __version__
@@ -25,12 +26,12 @@ from fedlens.config import Config
 from fedlens.data.dataset import Dataset, as_known_to, default_root, load_dataset
 from fedlens.data.folder import load_folder
 from fedlens.data.partition import Index
-from fedlens.deploy.protocol import Expected, Payload, Rejected, SiteOptions, State, check_site_overrides
+from fedlens.deploy.protocol import Expected, Failure, Payload, Rejected, SiteOptions, State, check_site_overrides
 from fedlens.errors import UserError, first_line
 from fedlens.lens.mask import unpack_bits
 from fedlens.lens.mask_rules import Mask, eligible, of_kinds, softened
 from fedlens.lens.space import ParamSpace
-from fedlens.overrides import normalise, to_config
+from fedlens.overrides import normalise, parse_yaml, to_config
 from fedlens.runs.cache import content_digest
 from fedlens.training.algorithms import make_algorithm
 from fedlens.training.bench import Bench, set_up
@@ -88,12 +89,11 @@ def clear_cache() -> None:
 def local_config(text: str, overrides: Sequence[str]) -> Config:
     """Return the server's configuration with the site's own keys. The server's part cannot refer to files or variables of this machine."""
     check_site_overrides(overrides)
-    if "${" in text:
-        raise Rejected("the server's configuration contains an interpolation ${…}")
     try:
-        received = OmegaConf.create(text)
-        if not isinstance(received, DictConfig):
+        plain = parse_yaml(text)
+        if not isinstance(plain, dict):
             raise Rejected("the server's configuration is not a mapping")
+        received = OmegaConf.create(plain)
         for key, value in IGNORED.items():
             OmegaConf.update(received, key, value, merge=False)
         if OmegaConf.select(received, "model.weights") not in (None, "pretrained"):
@@ -105,11 +105,11 @@ def local_config(text: str, overrides: Sequence[str]) -> Config:
         for override in overrides:
             (parsed,) = OverridesParser.create().parse_overrides(normalise([override]))  # the same grammar as for the server's values
             OmegaConf.update(received, override.partition("=")[0], parsed.value())
+        return to_config(received)
     except (UserError, Rejected):
         raise
     except Exception as error:  # the errors of yaml and OmegaConf share no public base class
         raise Rejected(f"the server's configuration cannot be read ({first_line(error)})") from None
-    return to_config(received)
 
 
 def own_dataset(config: Config, classes: list[str], mean: list[float], std: list[float]) -> Dataset:
@@ -135,8 +135,8 @@ def answer(operation: str, payload: Payload, options: SiteOptions, state: State)
     try:
         if operation not in OPERATIONS:
             raise Rejected(f"unknown operation {operation!r}")
-        dataset = json.dumps([payload.metadata[key] for key in ("classes", "mean", "std")]) if options.own_data else None
-        cached = _read_bench(str(payload.metadata["config"]), options.overrides, dataset)
+        dataset = json.dumps([payload[key] for key in ("classes", "mean", "std")]) if options.own_data else None
+        cached = _read_bench(str(payload["config"]), options.overrides, dataset)
         if operation != "hello" and payload.metadata.get("backbone", cached.backbone) != cached.backbone:
             raise Rejected("the site's pretrained weights differ from the server's")
         bench = cached.reset()
@@ -148,10 +148,8 @@ def answer(operation: str, payload: Payload, options: SiteOptions, state: State)
     except SetupMissing:
         return Payload({"lacks": SETUP})
     except (UserError, Rejected) as error:
-        log.warning("%s: %s", operation, first_line(error))
-        return Payload({"error": hide_paths(first_line(error), options)})
-    except KeyError as error:
-        return Payload({"error": f"the message lacks {error}"})
+        log.warning("%s: %s", operation, Failure.of(error))
+        return Payload({"error": Failure.of(hide_paths(first_line(error), options))})
 
 
 def mean_update(payload: Payload, options: SiteOptions, state: State) -> Payload:
@@ -165,14 +163,15 @@ def mean_update(payload: Payload, options: SiteOptions, state: State) -> Payload
     mean = (tensors["deltas"].double() * (samples / total).unsqueeze(1)).sum(0).float()
     if not bool(mean.isfinite().all()):
         return Payload({"error": "the update is not finite"})
-    bound = local_config(str(payload.metadata["config"]), options.overrides).privacy.range
-    metadata = {"samples": int(total), "loss": float((losses * samples).sum() / total), "clients": len(samples)}
+    bound = local_config(str(payload["config"]), options.overrides).privacy.range
+    metadata = {**reply.metadata, "samples": int(total), "loss": float((losses * samples).sum() / total), "clients": len(samples)}
     return Payload.pack(metadata, {"mean": mean.clamp(-bound, bound)})
 
 
 def hide_paths(text: str, options: SiteOptions) -> str:
     """Return an error text without this site's paths and file names, which the server must not see."""
     own = [override.partition("=")[2] for override in options.overrides if override.startswith(("data.root=", "model.weights="))]
+    own += [os.environ.get(name, "") for name in ("FEDLENS_DATA", "FEDLENS_WEIGHTS")]
     forms = {form for value in own if value for form in (value, str(Path(value)), str(Path(value).expanduser()))}
     patterns = [rf"(?<![\w.]){re.escape(form)}(?![\w.])" for form in forms] + [r"(?<![\w.])~?/\S"]
     starts = [match.start() for pattern in patterns if (match := re.search(pattern, text))]
@@ -221,15 +220,16 @@ def sensitivity(payload: Payload, site: Site, state: State) -> Payload:
 
 def update(payload: Payload, site: Site, state: State) -> Payload:
     """Return the clients' local training, as the engine of a simulation does it."""
-    clients, cfg = _requested_clients(payload, site), site.bench.config
+    clients, round_, cfg = _requested_clients(payload, site), int(payload["round"]), site.bench.config
     tensors = _receive_model(payload, site, state, len(clients) if payload.metadata.get("offsets") else 0)
-    rule = make_algorithm(cfg).local_rule(float(payload.metadata["lr"]))
+    rule = make_algorithm(cfg).local_rule(float(payload["lr"]))
     offsets = dict(zip(clients, tensors["offsets"], strict=True)).__getitem__ if "offsets" in tensors else None
     rows, notes = [], []
-    for u in site.updates(int(payload.metadata["round"]), clients, clients, tensors["theta"], rule, offsets):
+    for u in site.updates(round_, clients, clients, tensors["theta"], rule, offsets):
         rows.append(u.delta.detach().cpu().clone())
         notes.append([float(u.client), float(u.samples), float(u.steps), float(u.loss)])
-    return Payload.pack({}, {"deltas": torch.stack(rows), "notes": torch.tensor(notes, dtype=torch.float64)})
+    answers = {"answers": content_digest(str(payload["run"]), round_, tensors["theta"])}
+    return Payload.pack(answers, {"deltas": torch.stack(rows), "notes": torch.tensor(notes, dtype=torch.float64)})
 
 
 def fisher(payload: Payload, site: Site, state: State) -> Payload:
@@ -246,7 +246,7 @@ OPERATIONS: dict[str, Callable[[Payload, Site, State], Payload]] = {f.__name__: 
 
 
 def _requested_clients(payload: Payload, site: Site) -> list[int]:
-    clients = [int(k) for k in payload.metadata["clients"]]
+    clients = [int(k) for k in payload["clients"]]
     if not clients or sorted(set(clients)) != clients or not set(clients) <= set(site.holding):
         raise Rejected(f"the request names clients {clients}, this site has {site.holding}")
     return clients
@@ -254,7 +254,7 @@ def _requested_clients(payload: Payload, site: Site) -> list[int]:
 
 def _receive_model(payload: Payload, site: Site, state: State, offsets: int = 0) -> dict[str, Tensor]:
     """Return θ and one offset per client (SCAFFOLD), with the bench's head and mask set. A payload with `sent` carries head and mask as well."""
-    bench, size = site.bench, int(payload.metadata["size"])
+    bench, size = site.bench, int(payload["size"])
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"theta": (torch.float32, (size,))}
     if offsets:
         expected["offsets"] = (torch.float32, (offsets, size))
@@ -274,7 +274,7 @@ def _begin(payload: Payload, site: Site, state: State, tensors: Mapping[str, Ten
     if set(shapes) <= set(tensors):
         state[SETUP] = Payload.pack({}, {name: tensors[name] for name in shapes}).tensors
     stored = state.get(SETUP, b"")
-    if hashlib.sha256(stored).hexdigest() != str(payload.metadata[SETUP]):
+    if hashlib.sha256(stored).hexdigest() != str(payload[SETUP]):
         raise SetupMissing
     setup = Payload({}, stored).unpack(shapes)
     _set_head(bench, setup)

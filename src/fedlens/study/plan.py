@@ -24,6 +24,7 @@
 """
 
 import copy
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -41,6 +42,7 @@ PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include
 TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
 TUNE_KEYS = {"key", "by", "length", "tries", "like", "set"}
 SPECIAL_KEYS = {"case", "place", "set"}
+MAX_RUNS = 10_000  # of one plan
 SET_BY_TUNING = {"seed", "train.test", "train.epochs", "federated.rounds", "federated.eval_every", "federated.client_vectors"}
 
 
@@ -194,6 +196,7 @@ def _with_tables(name: str, content: Mapping[str, Any], place: str | None, seeds
         check_keys(table, TABLE_KEYS, f"study: table {table.get('name') if isinstance(table, Mapping) else table}")
     tables = [_plan_table(table) for table in content["tables"]]
     seed_list = _seeds(content.get("seeds", 1) if seeds is None else seeds)
+    _check_size(content["tables"], len(seed_list))
     cells = {_name(table): _cells(table, context) for table in content["tables"]}
     runs = [PlannedRun(cell, seed, changed(config, "seed", seed)) for part in cells.values() for cell, config in part for seed in seed_list]
     _check_unambiguous(runs)
@@ -206,6 +209,12 @@ def _with_tables(name: str, content: Mapping[str, Any], place: str | None, seeds
 def _joined(name: str, content: Mapping[str, Any], parts: Sequence[Plan]) -> Plan:
     lists = {key: [entry for part in parts for entry in getattr(part, key)] for key in ("runs", "tables", "analyses", "tuning")}
     return Plan(name, str(content.get("question", "")), parts[0].place, **lists)
+
+
+def _check_size(tables: Sequence[Mapping[str, Any]], seeds: int) -> None:
+    """Raise before a plan with too many runs is expanded."""
+    if seeds * sum(len(_cases(table)) * math.prod(map(len, _grid(table).values())) for table in tables) > MAX_RUNS:
+        raise UserError(f"study: this plan has more than {MAX_RUNS:,} runs; use fewer values, cases or seeds.")
 
 
 def _check_unambiguous(runs: Sequence[PlannedRun]) -> None:
@@ -239,7 +248,7 @@ def _analyses(entries: Any, context: _Context) -> list[Mapping[str, Any]]:
 
 
 def _seeds(value: Any) -> list[int]:
-    seeds = list(range(value)) if isinstance(value, int) else value
+    seeds = list(range(min(value, MAX_RUNS + 1))) if isinstance(value, int) else value
     if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
         raise bad_value("seeds", value, "a number of seeds, or a list of seeds >= 0")
     return seeds
@@ -326,8 +335,7 @@ def _followers(like: Any, cells: Sequence[PlanCell], where: str) -> dict[PlanCel
 
 
 def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, Config]]:
-    name, grid, cases = _name(table), _grid(table), table.get("cases") or {"": []}
-    check_keys(cases, None, f"study: cases of {name}")
+    name, grid, cases = _name(table), _grid(table), _cases(table)
     special = _special_entries(table)
     in_all, evaluations = (_positive(table, key, context) for key in ("local_steps_in_all", "evaluations"))
     cells: list[tuple[PlanCell, Config]] = []
@@ -357,6 +365,10 @@ def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, 
         if each.get("place", context.place) == context.place and not any(_matches(each, cell, context.place) for cell, _ in cells):
             raise UserError(f"study: special of {name} has an entry that fits no run: {each}.")
     return cells
+
+
+def _cases(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return check_keys(table.get("cases") or {"": []}, None, f"study: cases of {_name(table)}")
 
 
 def _grid(table: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -5,10 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fedlens.errors import UserError, bad_value, first_line, unknown
-from fedlens.overrides import choices
+from fedlens.overrides import choices, parse_yaml
 
 
 def yaml_path(kind: str, name: str) -> Path:
@@ -23,7 +21,7 @@ def yaml_path(kind: str, name: str) -> Path:
 def read_yaml(kind: str, path: Path) -> Any:
     """Return the content of a YAML file as plain lists and mappings."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except Exception as error:  # the exceptions of YAML and those of the disk share no public base
         raise UserError(f"{kind}: {path} cannot be read as YAML ({first_line(error)}).") from None
 

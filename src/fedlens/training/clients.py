@@ -58,11 +58,11 @@ class Clients(Protocol):
     def fingerprint(self) -> str | None:
         """Return a digest of which client holds which data, or None if it is unknown."""
 
-    def registry(self) -> dict[str, Any]:
-        """Return where each client is, for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, such as where each client is."""
 
-    def recall(self, registry: Mapping[str, Any]) -> None:
-        """Restore the registry of an earlier process."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of an earlier process."""
 
     def updates(
         self, round_: int, cohort: Sequence[int], present: Sequence[int], theta: Tensor, rule: LocalRule, offsets: Offsets | None
@@ -123,10 +123,10 @@ class Site:
         data = split_digest(self.bench.train.split)
         return None if data is None else digest(data, *(torch.from_numpy(np.ascontiguousarray(self.shards[k])) for k in self.holding))
 
-    def registry(self) -> dict[str, Any]:
-        return {}  # every client is in this process
+    def state_dict(self) -> dict[str, Any]:
+        return {"registry": {}}  # every client is in this process
 
-    def recall(self, registry: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
     def updates(

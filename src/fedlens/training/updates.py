@@ -198,12 +198,12 @@ class ClientTraffic:
         return {"bytes_up": self.clients.traffic.up, "bytes_down": self.clients.traffic.down}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.bytes() | {"registry": self.clients.registry()}
+        return self.bytes() | self.clients.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         traffic = self.clients.traffic
         traffic.up, traffic.down = traffic.up + int(state["bytes_up"]), traffic.down + int(state["bytes_down"])
-        self.clients.recall(state["registry"])
+        self.clients.load_state_dict(state)
 
 
 def check_progress(arrived: Arrived, round_: int) -> None:
