@@ -46,7 +46,7 @@ docs: .venv/dev.done
 
 # all tables and figures of the paper from results/, and paper/paper.pdf where latexmk or another TeX is installed
 paper: .venv/core.done
-	$(BIN)/fedlens report results --out paper
+	$(BIN)/fedlens report results --out paper --paper
 
 install: .venv/core.done
 

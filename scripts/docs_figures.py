@@ -8,13 +8,14 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib
 import torch
 
 import fedlens as fl
 from fedlens.data.partition import label_counts
+from fedlens.report.blocks import Chart
+from fedlens.report.charts import ACCURACY, VALIDATION, mask_chart, partition_chart
+from fedlens.report.vega import Series, line_chart, render
 from fedlens.study.arith import sweep_run
-from fedlens.study.figures import alpha_figure, as_svg, curves_figure, mask_figure, partition_figure
 
 CLIENTS = 10
 FEDERATION = [f"federated.clients={CLIENTS}", "federated.participation=1.0", "federated.rounds=8", "federated.eval_every=4"]
@@ -33,7 +34,6 @@ def main() -> None:
     parser.add_argument("--out", default="docs/figures", type=Path)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    matplotlib.rcParams["svg.hashsalt"] = "fedlens"  # reproducible bytes
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         runs = {
@@ -46,14 +46,20 @@ def main() -> None:
     labels = fl.load_dataset("fashion_mini").train.labels
     shards = {"IID": fl.partition(labels, 50)} | {f"Nc = {n}": fl.partition(labels, 50, "classes", classes_per_client=n) for n in (2, 1)}
     counts = {name: label_counts(labels, indices) for name, indices in shards.items()}
-    (out / "partition.svg").write_text(as_svg(partition_figure(counts)))
+    write(partition_chart(counts, "partition"), out)
+
+
+def write(chart: Chart, out: Path) -> None:
+    """Write KEY.svg for light pages and KEY-dark.svg for dark ones."""
+    for name, dark in ((chart.key, False), (f"{chart.key}-dark", True)):
+        (out / f"{name}.svg").write_bytes(render(chart, "svg", dark))
 
 
 def drift_figure(runs: dict[str, list[fl.Run]], out: Path) -> None:
     """Draw the drift ratio by round and print the table beside the figure: means over rounds and seeds."""
-    drift = {name: mean_curve(seeds, "drift_ratio") for name, seeds in runs.items()}
+    drift = [Series(name, mean_curve(seeds, "drift_ratio")) for name, seeds in runs.items()]
     orthogonal = {f"orthogonal clients: 1/√{CLIENTS}": CLIENTS**-0.5}
-    (out / "drift.svg").write_text(as_svg(curves_figure(drift, "round", "drift ratio ‖mean Δ‖ / mean ‖Δ‖", orthogonal)))
+    write(line_chart("drift", "Client drift", "", drift, "round", "drift ratio ‖mean Δ‖ / mean ‖Δ‖", levels=orthogonal), out)
     for name, seeds in runs.items():
         means = {key: fmean(value for _, value in mean_curve(seeds, key)) for key in ("drift_ratio", "cosine", "sign_conflict")}
         print(name, ", ".join(f"{key} {value:.2f}" for key, value in means.items()))
@@ -66,9 +72,10 @@ def mean_curve(runs: list[fl.Run], key: str) -> list[tuple[float, float]]:
 
 def sweep_figure(run: fl.Run, out: Path) -> None:
     swept = sweep_run(run, None, "-2:4:25")
-    curve = {"θ₀ + α·τ": [(p["alpha"], 100 * p["val_accuracy"]) for p in swept["points"]]}
+    points = [(p["alpha"], p["val_accuracy"]) for p in swept["points"]]
+    curve = Series("θ₀ + α·τ", points, ring=swept["chosen"]["alpha"], scale=100)
     levels = {"θ₀: α = 0": 100 * swept["start"]["val_accuracy"]}
-    (out / "alpha.svg").write_text(as_svg(alpha_figure(curve, swept["chosen"]["alpha"], levels, y="validation accuracy (%)")))
+    write(line_chart("alpha", "Accuracy along τ", "", [curve], "α", VALIDATION, ACCURACY, levels=levels), out)
 
 
 def masks_figure(run: fl.Run, out: Path) -> None:
@@ -77,7 +84,7 @@ def masks_figure(run: fl.Run, out: Path) -> None:
     model.load_state_dict(run.start)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (data.mean, data.std))
     images = (data.val.images[:200] / 255 - mean) / std
-    (out / "masks.svg").write_text(as_svg(mask_figure({rule: fl.calibrate_mask(model, images, strategy=rule) for rule in RULES})))
+    write(mask_chart({rule: fl.calibrate_mask(model, images, strategy=rule) for rule in RULES}, "masks"), out)
 
 
 if __name__ == "__main__":

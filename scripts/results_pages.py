@@ -9,21 +9,26 @@ import re
 import sys
 from pathlib import Path
 
-import matplotlib
-
-from fedlens.report.drawing import STYLE
-from fedlens.report.figures import along_figure, dots_figure, forgotten_figure, length_figure
-from fedlens.report.latex_across import rate_of
-from fedlens.report.markdown import LENGTH, beside, escaped, layout, measured_table, rows_text, shown, with_sd
-from fedlens.report.over_seeds import over_seeds
-from fedlens.study.figures import as_svg
+from fedlens.report.blocks import label
+from fedlens.report.charts import along, forgotten_cost, lengths, scores
+from fedlens.report.markdown import escaped, rows_text
+from fedlens.report.over_seeds import HEADS, LENGTH, beside, layout, of_seeds, over_seeds, rate_of
+from fedlens.report.vega import render
 from fedlens.study.results import CellResult, StudyResult, TableResult, gather
+from fedlens.study.statistics import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 FIGURES = ROOT / "docs" / "figures"
 TEST = "test accuracy, %"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: / ([^\n]+?))? -->\n).*?(<!-- end of results -->)", re.DOTALL)
+
+
+def with_sd(summary: Summary | None, scale: float = 100) -> str:
+    """Return 86.10 ± 0.21; one run has no deviation."""
+    if summary is None:
+        return "—"
+    return f"{scale * summary.mean:z.2f}" + ("" if summary.sd is None else f" ± {scale * summary.sd:z.2f}")
 
 
 def entry(cell: CellResult | None) -> str:
@@ -38,14 +43,22 @@ def whole(study: StudyResult) -> str:
     if grid:
         head = [TEST, *(f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values)]
         return lines(head, [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases])
-    rows = [[label, *map(entry, cells)] for label, cells in beside(study.tables)]
-    return lines([TEST, *(shown(each.name) for each in study.tables)], rows)
+    rows = [[name, *map(entry, cells)] for name, cells in beside(study.tables)]
+    return lines([TEST, *(label(each.name) for each in study.tables)], rows)
 
 
 def part(study: StudyResult, name: str) -> str:
     """Return one table of a study, or all its analyses of a kind."""
     table = next((table for table in study.tables if table.name == name), None)
-    return f"{measured_table(over_seeds(study)[name])}\n" if table is None else of_table(table)
+    return of_analyses(study, name) if table is None else of_table(table)
+
+
+def of_analyses(study: StudyResult, kind: str) -> str:
+    """Return the means of all analyses of a kind, a row for the cells of each."""
+    measured = over_seeds(study)[kind]
+    heads = {key: head for key, head in HEADS[kind].items() if any(key in row.numbers for row in measured)}
+    rows = [[label(row.label), *(with_sd(row.numbers.get(key), row.scale(key)) for key in heads), str(row.n)] for row in measured]
+    return lines(["", *heads.values(), "n"], rows)
 
 
 def of_table(table: TableResult) -> str:
@@ -72,16 +85,17 @@ def updated() -> dict[Path, str]:
 
     pages = {ROOT / name: BLOCK.sub(block, (ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
     places = {table.name: table for table in studies["places"].tables}
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "fedlens", "svg.fonttype": "path"}):
-        figures = {
-            "mask_rules": length_figure(studies["strategies"].tables[-1]),
-            "places": dots_figure([*places["score or place"].cells, *places["places"].cells]),
-            "forgetting": forgotten_figure(studies["forgetting"]),
-            "arithmetic": along_figure(studies["arithmetic"]),
-        }
-        for name, figure in figures.items():
-            assert figure is not None, name
-            pages[FIGURES / f"{name}.svg"] = as_svg(figure)
+    both = TableResult("places", "", [*places["score or place"].cells, *places["places"].cells])
+    charts = {
+        "mask_rules": lengths(studies["strategies"].tables[-1], "mask-rules"),
+        "places": scores(both, "places"),
+        "forgetting": forgotten_cost(of_seeds(studies["forgetting"], "forget"), "forgetting"),
+        "arithmetic": along(of_seeds(studies["arithmetic"], "sweep"), "sweep", "arithmetic"),
+    }
+    for name, chart in charts.items():
+        assert chart is not None, name
+        for suffix, dark in (("", False), ("-dark", True)):
+            pages[FIGURES / f"{name}{suffix}.svg"] = render(chart, "svg", dark).decode()
     return pages
 
 

@@ -23,22 +23,13 @@ def read(path: Path) -> "nbformat.NotebookNode":
     return nbformat.read(path, as_version=4)
 
 
-@pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration of matplotlib's with its list of fonts: where that takes long to make, matplotlib says so in the notebook."""
-    folder = tmp_path_factory.mktemp("matplotlib")
-    subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], env={**os.environ, "MPLCONFIGDIR": str(folder)}, check=True)
-    return folder
-
-
-def executed(path: Path, folder: Path, fonts: Path) -> "nbformat.NotebookNode":
+def executed(path: Path, folder: Path) -> "nbformat.NotebookNode":
     """The notebook with its outputs, from a process of its own: its kernel is this interpreter on one thread, whatever kernels the user has."""
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     spec = folder / "kernels" / "python3" / "kernel.json"
     spec.parent.mkdir(parents=True)
     spec.write_text(json.dumps({"argv": argv, "display_name": "fedlens tests", "language": "python"}))
     own = {name: str(folder / name.lower()) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
-    own["MPLCONFIGDIR"] = str(fonts)
     copy = folder / "work" / path.name  # a notebook runs where it lies
     copy.parent.mkdir()
     shutil.copy(path, copy)
@@ -55,8 +46,8 @@ def test_there_are_four_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom(path: Path, tmp_path: Path, fonts: Path) -> None:
-    outputs = [output for cell in executed(path, tmp_path, fonts).cells for output in cell.get("outputs", [])]
+def test_a_notebook_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
+    outputs = [output for cell in executed(path, tmp_path).cells for output in cell.get("outputs", [])]
     assert any("image/svg+xml" in output.get("data", {}) or "image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert list((tmp_path / "work").glob("**/summary.json"))

@@ -25,9 +25,9 @@ from fedlens.cli import main
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError
 from fedlens.overrides import choices, compose, to_yaml
-from fedlens.report.html import html_report
-from fedlens.report.markdown import csv_rows, forget_text, markdown_report
-from fedlens.report.over_seeds import numbers_of
+from fedlens.report.content import report
+from fedlens.report.markdown import csv_rows, markdown
+from fedlens.report.over_seeds import measurements, numbers_of
 from fedlens.runs import cache as shared
 from fedlens.runs.identity import identity
 from fedlens.runs.store import write_json
@@ -244,7 +244,7 @@ def test_null_and_lists_are_values_of_a_grid(tmp_path: Path) -> None:
 def tables(folder: Path) -> tuple[str, str]:
     """What a report says of a study."""
     gathered = gather([folder])
-    return markdown_report(gathered), csv_rows(gathered)
+    return markdown(report(gathered)), csv_rows(gathered)
 
 
 def small_study(plan_path: Path, folder: Path, seeds: int = 1, **kw: bool | int) -> Study:
@@ -277,7 +277,7 @@ def test_a_failure_is_reported_the_other_runs_continue_and_retry_repeats_it(tmp_
     arguments = ["study", str(path), "--out", str(tmp_path / "s"), "--no-report", *QUICK]
     assert main(arguments) == 2
     out = capsys.readouterr().out
-    assert "Failed" in out and "is finite" in out and "| good |" in out and "(n = 1)" in out
+    assert "### Failures" in out and "is finite" in out and "| good |" in out and "(n = 1)" in out
     assert list(json.loads((tmp_path / "s" / "study.json").read_text())["failures"])
     plan = read_plan(str(path), overrides=QUICK)
     assert Study(plan, tmp_path / "s").missing() == [] and len(Study(plan, tmp_path / "s", retry=True).missing()) == 1
@@ -347,14 +347,12 @@ def test_a_study_analyses_its_finished_runs_once(tmp_path: Path, monkeypatch: py
     assert left["retrained"]["test_target"] <= left["before"]["test_target"]  # nobody taught the class of client 2
     assert left["reheaded"]["test_target"] == 0, "no sums of its class are in that head"
     assert left["reheaded"]["test_control"] >= left["before"]["test_control"] - 0.02 and "reheaded" not in kept
-    message = forget_text(left)
-    assert f"trained without it {100 * left['retrained']['test_target']:.1f} and " in message and "trained without it" not in forget_text(
-        kept
-    )
-    assert message.endswith(f"; head without it 0.0 and {100 * left['reheaded']['test_control']:.1f} %")
+    (_, of_kept), (_, of_left) = measurements(found.analyses[5])
+    assert of_left["target_without"] == left["retrained"]["test_target"] and "target_without" not in of_kept
+    assert of_left["target_head"] == 0 and of_left["others_head"] == left["reheaded"]["test_control"]
     assert numbers_of(replace(found.analyses[5], found={"clients": [left]}))["target_head"] == 0
-    page = html_report(Gathered([found]))
-    assert "Target, trained without it, %" in page and "Control, head without it, %" in page
+    text = markdown(report(Gathered([found])))
+    assert "| trained without it: its classes |" in text and "| head without it: all others |" in text
     assert str(tmp_path) not in "".join(file.read_text() for file in (tmp_path / "s" / "analyses").iterdir())
     assert list((tmp_path / "s" / "cache").iterdir())
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "s" / "analyses").iterdir()}
@@ -631,7 +629,7 @@ def test_a_study_tunes_first_and_resumes_where_it_stopped(
     assert not any(list(run.path.glob("*.safetensors")) for run in found.trials) and all(
         run.summary["test_accuracy"] is None for run in found.trials
     )
-    assert "Chosen on validation in short runs" in tables(tmp_path / "s")[0]
+    assert "values chosen on validation in short runs" in tables(tmp_path / "s")[0]
     Study(plan, tmp_path / "s").run()
     assert len(ran) == len(set(study.failed_trials)) + len(found.trials) + len(found.runs)
 

@@ -151,7 +151,8 @@ def demo_command(args: argparse.Namespace) -> int:
 
 
 def study_command(args: argparse.Namespace) -> int:
-    from fedlens.report.markdown import markdown_report
+    from fedlens.report.content import report
+    from fedlens.report.markdown import markdown
     from fedlens.report.write import write_report
     from fedlens.study.estimate import estimate
     from fedlens.study.plan import read_plan
@@ -168,7 +169,7 @@ def study_command(args: argparse.Namespace) -> int:
         print(estimate(study, args.jobs))
         return 0
     results = Gathered([study.run()])
-    print(markdown_report(results))
+    print(markdown(report(results), details=False))
     if args.report:
         print(f"written: {write_report(results, study.folder / 'report')}")
     return 2 if study.failures else 0
@@ -178,7 +179,7 @@ def report_command(args: argparse.Namespace) -> int:
     from fedlens.report.write import write_report
     from fedlens.study.results import gather
 
-    print(f"written: {write_report(gather(args.paths), Path(args.out), args.title)}")
+    print(f"written: {write_report(gather(args.paths), Path(args.out), args.title, args.figures, args.paper)}")
     return 0
 
 
@@ -219,7 +220,8 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import label_counts, partition, partition_stats
     from fedlens.overrides import compose
-    from fedlens.study.figures import SHOWN_CLIENTS, partition_figure
+    from fedlens.report.charts import SHOWN_CLIENTS, partition_chart
+    from fedlens.report.vega import save
 
     config = compose(args.overrides)
     c = config.data
@@ -230,7 +232,7 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     )
     out = Path(args.out if Path(args.out).suffix else f"{args.out}.png")
     try:
-        partition_figure({c.partition: label_counts(labels, shards)}).savefig(out, dpi=150)
+        save(partition_chart({c.partition: label_counts(labels, shards)}, "partition"), out.with_suffix(""), [out.suffix[1:]])
     except (OSError, ValueError) as error:
         raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
     table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
@@ -346,11 +348,14 @@ def _register_studies(commands: Commands) -> None:
     c.add_argument("--replace", action="store_true", help=text)
     c.add_argument("--plan", action="store_true", help="list the runs, their time and disk space, and stop")
     c.add_argument("--no-report", dest="report", action="store_false", help="print tables only")
-    text = "Report any runs and studies as one HTML file, LaTeX, Markdown and CSV."
+    text = "Report any runs and studies as one HTML page, LaTeX tables, Markdown and CSV."
     c = command(commands, "report", report_command, text, "fedlens report studies/quick-embedded --out report")
     c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, search folders, or folders of them")
     c.add_argument("--out", default="report", help="report folder (default: report)")
-    c.add_argument("--title", help="title of the HTML page")
+    c.add_argument("--title", help="title of the report")
+    c.add_argument("--figures", action="store_true", help="write every figure as PDF and PNG too, which takes longer")
+    text = "write a paper to complete, with its figures and, if TeX is installed, its PDF; DOCUMENTCLASS replaces the default layout"
+    c.add_argument("--paper", nargs="?", const="", metavar="DOCUMENTCLASS", help=text)
     text = "Copy what a report needs of studies and searches, without weights: to publish, commit, or move."
     c = command(commands, "keep", keep_command, text, "fedlens keep studies/strategies-cifar100 --out results")
     c.add_argument("paths", nargs="+", metavar="PATH", help="study folders, search folders, or folders of them")

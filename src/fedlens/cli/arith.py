@@ -14,9 +14,8 @@ from fedlens.cli.table import print_table
 from fedlens.errors import UserError, bad_value, unknown
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fedlens.lens.task_vectors import TaskVector
+    from fedlens.report.blocks import Chart
 
 T = TypeVar("T", int, float)
 INPUT = "run folders (their τ) or task-vector files"
@@ -175,20 +174,16 @@ def interpolate_command(args: argparse.Namespace) -> int:
 
 def _report_line(result: Mapping[str, Any], path: Path, ends: tuple[str, str]) -> int:
     """Print both ends and the best point of a line as a table; write its curve as figure and numbers."""
-    from fedlens.study.figures import alpha_figure
-
     named = {ends[0]: result["start"], ends[1]: result["end"], "chosen on validation": result["chosen"]}
     columns = ("val_accuracy", "test_accuracy")
     rows = [[name, f"{p['alpha']:g}", *(f"{100 * p[c]:.2f}" for c in columns)] for name, p in named.items()]
     print_table(["", "α", "validation (%)", "test (%)"], rows)
-    curve = {"validation": [(p["alpha"], 100 * p["val_accuracy"]) for p in result["points"]]}
-    levels = {name: 100 * named[name]["val_accuracy"] for name in ends}
-    return _write(result, path, alpha_figure(curve, result["chosen"]["alpha"], levels, y="validation accuracy (%)"))
+    levels = {name: named[name]["val_accuracy"] for name in ends}
+    return _write(result, path, _chart(result, {"validation": "val_accuracy"}, result["chosen"]["alpha"], levels, "α"))
 
 
 def forget_command(args: argparse.Namespace) -> int:
     from fedlens.study.arith import PointEvaluator, load_vector, same_validation
-    from fedlens.study.figures import alpha_figure
     from fedlens.study.forget import class_numbers, forget, forget_client
     from fedlens.training.run import load_run
 
@@ -209,17 +204,14 @@ def forget_command(args: argparse.Namespace) -> int:
         for split, key in (("validation", "val"), ("test", "test"))
     ]
     print_table(["accuracy (%)", "before", f"after, α = {after['alpha']:g}"], rows, f"{name}, target {', '.join(result['classes'])}")
-    curves = {
-        "its classes (target)": [(p["alpha"], 100 * p["val_target"]) for p in result["points"]],
-        "the others (control)": [(p["alpha"], 100 * p["val_control"]) for p in result["points"]],
-    }
-    levels = {f"{keep:g} of the control at α = 0": 100 * keep * before["val_control"]}
-    figure = alpha_figure(curves, after["alpha"], levels, "α subtracted", "validation accuracy (%)")
-    return _write(result, out / f"forget-{args.client or 'tau'}", figure)
+    lines = {"its classes (target)": "val_target", "the others (control)": "val_control"}
+    levels = {f"{keep:g} of the control at α = 0": keep * before["val_control"]}
+    chart = _chart(result, lines, after["alpha"], levels, "α subtracted")
+    return _write(result, out / f"forget-{args.client or 'tau'}", chart)
 
 
 def interference_command(args: argparse.Namespace) -> int:
-    from fedlens.study.figures import xi_figure
+    from fedlens.report.charts import xi_chart
     from fedlens.study.interference import interference_of_clients, interference_of_runs
     from fedlens.training.run import load_run
 
@@ -236,8 +228,9 @@ def interference_command(args: argparse.Namespace) -> int:
     print_table(["pair", "cosine", "sign conflict", "drift ratio"], rows)
     gaps = [[name, *(f"{p['gap']:.3f}" for p in points)] for name, points in result["linearity"].items()]
     print_table(["linearity gap (0: linear)", *(f"α = {p['alpha']:g}" for p in next(iter(result["linearity"].values())))], gaps)
-    figure = None if result["xi"] is None else xi_figure(result["xi"], result["alphas"], [Path(name).name for name in result["names"]])
-    return _write(result, out / "interference", figure)
+    names = [Path(name).name for name in result["names"]]
+    chart = None if result["xi"] is None else xi_chart(result["xi"], result["alphas"], names, "xi")
+    return _write(result, out / "interference", chart)
 
 
 # --- helpers
@@ -254,11 +247,22 @@ def _folder(out: str | None, run: str) -> Path:
     return folder
 
 
-def _write(result: Mapping[str, Any], path: Path, figure: "Figure | None") -> int:
-    """Write PATH.json, PATH.csv of the points and the figure; print the notes and the files' names."""
+def _chart(result: Mapping[str, Any], lines: Mapping[str, str], chosen: float, levels: Mapping[str, float], x: str) -> "Chart":
+    """Draw metrics of the points over α (label -> metric), with a ring at the chosen α and horizontal lines."""
+    from fedlens.report.charts import ACCURACY, VALIDATION
+    from fedlens.report.vega import Series, line_chart
+
+    points = {label: [(p["alpha"], p[metric]) for p in result["points"]] for label, metric in lines.items()}
+    series = [Series(label, each, ring=chosen, scale=100) for label, each in points.items()]
+    flat = {label: 100 * level for label, level in levels.items()}
+    return line_chart("alpha", "Validation accuracy over α", "", series, x, VALIDATION, ACCURACY, levels=flat)
+
+
+def _write(result: Mapping[str, Any], path: Path, chart: "Chart | None") -> int:
+    """Write PATH.json, PATH.csv of the points and the chart as PATH.svg and PATH.png; print the notes and the files' names."""
     from fedlens.files import write_atomic
+    from fedlens.report.vega import save
     from fedlens.runs.store import write_json
-    from fedlens.study.figures import save_figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_name(f"{path.name}.json")]
@@ -267,7 +271,7 @@ def _write(result: Mapping[str, Any], path: Path, figure: "Figure | None") -> in
         files.append(path.with_name(f"{path.name}.csv"))
         lines = [",".join(points[0]), *(",".join(f"{value:.8g}" for value in point.values()) for point in points)]
         write_atomic(files[-1], "\n".join(lines) + "\n")
-    files += save_figure(figure, path) if figure else []
+    files += save(chart, path) if chart else []
     for note in result["notes"]:
         print(f"note: {note}")
     print(f"written: {path.parent}/{{{','.join(file.name for file in files)}}}")

@@ -11,7 +11,7 @@ from fedlens.data.dataset import default_root, load_dataset
 from fedlens.errors import UserError
 from fedlens.models.weights import PUBLIC, public_path
 
-CORE = ("torch", "numpy", "hydra-core", "safetensors", "rich", "matplotlib", "pillow")
+CORE = ("torch", "numpy", "hydra-core", "safetensors", "rich", "vl-convert-python", "pillow")
 EXTRAS = {  # package -> extra of fedlens
     **{"timm": "timm", "transformers": "hf", "datasets": "hf", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow-skinny": "mlflow"},
     **{"optuna": "search", "dp-accounting": "privacy", "hydra-joblib-launcher": "cluster", "hydra-submitit-launcher": "cluster"},

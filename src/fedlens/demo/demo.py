@@ -1,6 +1,6 @@
 """`fedlens demo`: experiments on the embedded data and backbone, presented in one HTML page. Nothing is downloaded.
 
-This module runs the experiments; sections.py writes the page.
+This module runs the experiments; sections.py describes them.
 """
 
 import re
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from fedlens.data.dataset import Dataset, load_dataset
 from fedlens.data.partition import partition
-from fedlens.demo.html_page import DemoPage
 from fedlens.demo.results import DemoResults
 from fedlens.demo.sections import SECTIONS
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
+from fedlens.report.blocks import Report, Text
+from fedlens.report.html import page
 from fedlens.runs.store import MASK_FILE, START_FILE
 from fedlens.study.arith import PointEvaluator, sweep_run
 from fedlens.study.interference import interference_of_runs
@@ -67,16 +68,14 @@ def demo(out: Path, seed: int = 0) -> Path:
     (out / MARK).touch()
     started = time.monotonic()
     results = run_experiments(out / "runs", seed)
-    page = DemoPage(
-        "fedlens demo",
+    lead = (
         "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine, "
-        f"every figure from one run with seed {seed}.",
+        f"every figure from one run with seed {seed}."
     )
-    for section in SECTIONS:
-        section(page, results)
-    page.parts.append(f'<p class="soft">Made in {time.monotonic() - started:.0f} s.</p>')
+    blocks = [block for section in SECTIONS for block in section(results)]
+    duration = Text(f"Made in {time.monotonic() - started:.0f} s.", soft=True)
     path = out / "index.html"
-    write_atomic(path, page.html())
+    write_atomic(path, page(Report("fedlens demo", [Text(lead, soft=True)], [*blocks, duration])))
     return path
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedlens.data.dataset import Dataset
 from fedlens.training.run import Run
+
+Points: TypeAlias = Sequence[tuple[float, float]]  # x, y
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,9 @@ def mean(run: Run, key: str) -> float:
     return sum(values) / len(values)
 
 
-def by_round(runs: Mapping[str, Run], key: str, scale: float = 1.0) -> dict[str, list[tuple[float, float]]]:
+def by_round(runs: Mapping[str, Run], key: str, scale: float = 1.0) -> dict[str, Points]:
     return {title(name): [(m["round"], scale * m[key]) for m in run.metrics if key in m] for name, run in runs.items()}
 
 
 def last(run: Run, key: str) -> float:
     return float([m[key] for m in run.metrics if key in m][-1])
-
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"

@@ -1,416 +1,304 @@
-"""The skeleton of a paper around a report's tables and figures, its PDF where a TeX engine is found, and all files of a report at once."""
+"""Tables and figures as LaTeX floats, every number of a report as a macro, and the PDF where TeX is installed."""
 
-import hashlib
 import logging
+import math
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
-from fedlens.report.figures import FigureFile, write_figures
-from fedlens.report.latex_across import NUMBERS, across_tables, numbers
-from fedlens.report.latex_tables import TableFile, escape, latex_tables
-from fedlens.report.markdown import (
-    CLAIM,
-    counts,
-    csv_rows,
-    interval,
-    markdown_report,
-    missing,
-    p_text,
-    placeless,
-    shown,
-)
-from fedlens.study.results import Gathered, RunResult, StudyResult, TableResult
+from fedlens.report.blocks import NO_VALUE, Chart, Entry, Table, unique
+from fedlens.report.over_seeds import GEOMETRY, LENGTH, Measured, mask_shares, over_seeds, rate_of, table_keys
+from fedlens.study.results import CellResult, Gathered, TableResult
+from fedlens.study.statistics import compare, summarise
 
 log = logging.getLogger("fedlens")
 
 PAPER = "paper.tex"
-SEAL = "% Made by fedlens report; as long as nothing below is changed, a new report may replace it: "
-TITLE = "Federated fine-tuning under the lens of task arithmetic"
-LATER = 9  # rank of what the paper has in another form
-TABLE_RANK = {
-    "grid": 0,
-    "together": 0,
-    "cells": 0,
-    "searches": 0,
-    "measured": 1,
-    "paired": 2,
-    "geometry": 4,
-    "below": LATER,
-    "tuned": LATER,
-    "full": LATER,
+BREAK = "\\\\"
+SECONDS = 300  # limit for one pass of TeX
+LINES = 40  # a longer table continues in another float
+COLUMN, PAGE = 234.0, 496.0  # widths in points: one column of a paper, and two
+LETTER, SMALL, GAP = 4.1, 3.6, 6.0  # mean width of a letter in \footnotesize and \scriptsize, space between columns
+NARROWEST, LONG = 60.0, 110.0  # a column of text is at least this wide; it breaks lines from this width on
+
+GREEK = "alpha beta gamma delta varepsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon varphi chi psi omega"
+SIGNS = "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega pm times div cdot le ge ne approx to leftarrow infty Vert in surd partial"
+MATH = zip("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ±×÷·≤≥≠≈→←∞‖∈√∂", f"{GREEK} {SIGNS}".split(), strict=True)
+# Long names may break at an underscore. A bracket or star at the beginning of a row would be an option of the row before.
+TEXT = (
+    r"\textbackslash{} \{ \} \$ \& \% \# \_\allowbreak{} \textasciitilde{} \textasciicircum{} \textless{} \textgreater{} \textbar{} "
+    r"\textquotedbl{} \textasciigrave{} {[} {]} {*} ~ \ensuremath{-} \ensuremath{^-} \ensuremath{^\circ}"
+)
+LETTERS = {
+    **{letter: rf"\ensuremath{{\{name}}}" for letter, name in MATH},
+    **{letter: rf"\ensuremath{{_{i}}}" for i, letter in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+    **{letter: rf"\ensuremath{{^{i}}}" for i, letter in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **dict(zip('\\{}$&%#_~^<>|"`[]*\u00a0−⁻°', TEXT.split(), strict=True)),
 }
-FIGURE_RANK = {
-    "alpha": 1,
-    "xi": 1,
-    "forget": 1,
-    "forgotten": 1,
-    "length": 2,
-    "rounds": 3,
-    "masks": 3,
-    "drift": 4,
-    "partition": 4,
-    "bytes": 5,
-    "between": 6,
-    "map": 6,
-    "cells": 7,
-}
-COLUMNS = 16 * 9.4 * 0.85  # inches of column in eight pages, less what floats leave empty
-TEXT, TEXT_OF_STUDY, TEXT_OF_TABLE = 24.0, 4.0, 1.9  # inches of column that text takes, about
-SECONDS = 300  # for one pass of TeX
-FACTS = {
-    "data set": "data.name",
-    "model": "model.name",
-    "weights": "model.weights",
-    "image size": "model.image_size",
-    "head": "head",
-    "learning rate": "optim.lr",
-    "momentum": "optim.momentum",
-    "weight decay": "optim.weight_decay",
-    "schedule": "optim.schedule",
-    "batch size": "optim.batch_size",
-}
-CENTRAL = {"epochs": "train.epochs"}
-FEDERATED = {
-    "clients": "federated.clients",
-    "participation": "federated.participation",
-    "partition": "data.partition",
-    "classes per client": "data.classes_per_client",
-    "Dirichlet α": "data.alpha",
-    "algorithm": "federated.algorithm",
-    "local steps J": "federated.local_steps",
-    "rounds": "federated.rounds",
-    "merge rule": "server.merge",
-    "server optimizer": "server.optimizer",
-    "server learning rate": "server.lr",
-}
-MASKED = {
-    "rule": "mask.strategy",
-    "density": "mask.density",
-    "rounds of calibration": "mask.rounds",
-    "scope": "mask.scope",
-    "without": "mask.without",
-}
+KNOWN = set("–—‘’“”…€†‡•™") | set(map(chr, range(0xA1, 0x180))) - set("ĦħĸĿŀŉŦŧſ\u00ad")  # to inputenc and T1
 
 
-def write_files(gathered: Gathered, out: Path) -> dict[str, Path]:
-    """results.md, results.csv, tables/*.tex, figures/*.{pdf,png}, paper.tex and, where a TeX engine is found, paper.pdf: name -> path."""
-    out.mkdir(parents=True, exist_ok=True)
-    done = {"results.md": out / "results.md", "results.csv": out / "results.csv"}
-    write_atomic(done["results.md"], markdown_report(gathered))
-    write_atomic(done["results.csv"], csv_rows(gathered))
-    made = _write(gathered, out)
-    done |= {str(path.relative_to(out)): path for path in made}
-    try:
-        pdf = compile_pdf(out)
-    except UserError as error:  # a paper that somebody is writing, a TeX that lacks a package: the rest of the report is there
-        log.warning("no paper.pdf: %s", error)
-        pdf = None
-    return done if pdf is None else done | {pdf.name: pdf}
+# --- text
 
 
-def write_latex(gathered: Gathered, folder: Path) -> Path:
-    """tables/*.tex, figures/*.{pdf,png} and paper.tex. A paper.tex that was edited stays, and the new one is paper-new.tex."""
-    return _write(gathered, folder)[0]
+def escape(text: str) -> str:
+    """Return text that LaTeX prints literally, in one line. Letters that its fonts lack become [U+…]."""
+    letters = "".join(_letter(letter) for letter in unicodedata.normalize("NFC", " ".join(text.split())))
+    return re.sub(r"([-,'])(?=\1)", r"\1{}", letters)  # two hyphens are no dash, two commas no quotation mark
 
 
-def _write(gathered: Gathered, folder: Path) -> list[Path]:
-    """The paper and all that it needs."""
-    tables, figures = [*latex_tables(gathered), *across_tables(gathered)], write_figures(gathered, folder / "figures")
-    texts = {NUMBERS: numbers(gathered), **{table.name: table.text for table in tables}}
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_atomic(folder / "tables" / f"{name}.tex", text)
-    paper, skeleton = folder / PAPER, paper_text(gathered, tables, figures)
-    target = paper if not paper.exists() or _untouched(paper) else folder / "paper-new.tex"
-    if target != paper:
-        log.info("%s was edited and stays; the new skeleton is %s", paper, target)
-    write_atomic(target, f"{SEAL}{_digest(skeleton)}\n{skeleton}")
-    drawn = [figure.path.with_name(figure.path.name + suffix) for figure in figures for suffix in (".pdf", ".png")]
-    return [paper, *(folder / "tables" / f"{name}.tex" for name in texts), *drawn]
+def _letter(letter: str) -> str:
+    if letter in LETTERS or " " <= letter <= "~" or letter in KNOWN:
+        return LETTERS.get(letter, letter)
+    return "" if unicodedata.category(letter) in ("Cc", "Cf") else f"[U+{ord(letter):04X}]"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _caption(text: str, label: str) -> str:
+    return rf"\caption{{{escape(text[:1].upper() + text[1:])}}}\label{{{label}}}"
 
 
-def _untouched(paper: Path) -> bool:
-    first, _, rest = paper.read_text(encoding="utf-8", errors="replace").partition("\n")
-    return first == SEAL + _digest(rest)
+# --- floats
 
 
-# --- the paper
+def table_float(table: Table) -> str:
+    """Return the environment of a table, or several if it has many rows. It needs array, booktabs and graphicx, and is never wider than the text."""
+    table, parts = _alike(table), []
+    columns, wide = _columns(table)
+    starred, rows = "table*" if wide else "table", table.entries()
+    gap = "\\addlinespace[2pt]\n" if any(entry.below for row in rows for entry in row) else ""
+    step = LINES // min(LINES, max(_lines(table, columns), default=1))
+    for start in range(0, max(1, len(rows)), step):
+        lines = [
+            rf"\begin{{{starred}}}[{'t' if wide else '!htb'}]",
+            r"\caption{Continued.}" if start else _caption(table.caption, f"tab:{table.key}"),
+            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+            rf"\sbox0{{\begin{{tabular}}{{@{{}}{''.join(columns)}@{{}}}}",
+            r"\toprule",
+            " & ".join(_title(i, table) for i in range(len(columns))) + r" \\",
+            r"\midrule",
+            ("\n" + gap).join(_row(row) for row in rows[start : start + step]),
+            r"\bottomrule",
+            r"\end{tabular}}\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
+            rf"\end{{{starred}}}",
+        ]
+        parts.append("\n".join(lines))
+    return "\n".join(parts) + "\n"
 
 
-def paper_text(gathered: Gathered, tables: Sequence[TableFile], figures: Sequence[FigureFile]) -> str:
-    used, left = _fitting(tables, figures)
-    parts = {
-        "title": rf"{TITLE}\\[2pt] \large {escape(', '.join(_names(gathered)))}",
-        "abstract": _abstract(gathered),
-        "questions": _questions(gathered),
-        "setup": "\n\n".join(_setup(i, study, used) for i, study in enumerate(gathered.studies) if study.runs),
-        "missing": _missing(gathered),
-        "results": "".join([*(_results(i, study, used) for i, study in enumerate(gathered.studies)), _searches(used)]),
-        "left": "\n".join(["% Made too, and left out so that this stays within eight pages:", *(f"% {_include(f)[1]}" for f in left)])
-        if left
-        else "",
-    }
-    template = (files("fedlens.report") / "assets" / PAPER).read_text(encoding="utf-8")
-    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], template)
+def height_of(table: Table) -> float:
+    """Return the inches of column that a table takes without its caption, about."""
+    columns, wide = _columns(_alike(table))
+    return (1 + wide) * (0.5 + sum(0.14 * lines + 0.02 for lines in _lines(_alike(table), columns)))
 
 
-Floating = TableFile | FigureFile
+def _lines(table: Table, columns: Sequence[str]) -> list[int]:
+    """Return how many lines each row has, about."""
+    widths = {i: float(match[1]) for i, kind in enumerate(columns) if (match := re.search(r"p\{(\d+)pt\}", kind))}
+    broken = [[math.ceil(LETTER * len(row[i].text) / width) for i, width in widths.items()] for row in table.entries()]
+    return [max([1 + any(entry.below for entry in row), *own]) for row, own in zip(table.entries(), broken, strict=True)]
 
 
-def _fitting(tables: Sequence[TableFile], figures: Sequence[FigureFile]) -> tuple[list[Floating], list[Floating]]:
-    """What has room in eight pages, the most telling first, and what has not. Both in the order in which they were made."""
-    gridded = {(t.study, t.table) for t in tables if t.kind == "grid"}
-    joined = {t.study for t in tables if t.kind == "together"}
-    ranked: list[tuple[int, float, Floating]] = []
-    for t in tables:
-        elsewhere = t.kind == "cells" and ((t.study, t.table) in gridded or t.study in joined)
-        rank = LATER if elsewhere else TABLE_RANK[t.kind]
-        ranked.append((rank, t.height * (1 + t.wide), t))
-    for f in figures:
-        caption = 0.35 + 0.16 * len(f.caption) / (110 if f.wide else 55)
-        ranked.append((FIGURE_RANK[f.kind.split()[0]], (f.size[1] + caption) * (1 + f.wide), f))
-    studies, tabled = {each.study for *_, each in ranked}, {(each.study, each.table) for *_, each in ranked}
-    room, used = COLUMNS - TEXT - TEXT_OF_STUDY * len(studies) - TEXT_OF_TABLE * len(tabled), set()
-    for rank, height, each in sorted(ranked, key=lambda entry: entry[0]):
-        if height <= room and rank < LATER:
-            room -= height
-            used.add(each.label)
-    made = [each for _, _, each in ranked]
-    return [each for each in made if each.label in used], [each for each in made if each.label not in used]
+def _alike(table: Table) -> Table:
+    """Return a table whose entries all have the same n with that n in its caption only."""
+    belows = [entry.below for row in table.entries() for entry in row if entry.below]
+    ns = {match[0] if (match := re.search(r"n = \d+$", below)) else "" for below in belows}
+    if len(ns) != 1 or "" in ns:
+        return table
+    n = ns.pop()
+    rows = [[replace(entry, below=entry.below.removesuffix(n).rstrip(", ")) for entry in row] for row in table.entries()]
+    return replace(table, rows=rows, caption=f"{table.caption} Everywhere {n}.")
 
 
-def _include(each: Floating) -> tuple[str, str]:
-    """The lines that set it, and those lines as one."""
-    if isinstance(each, TableFile):
-        return (rf"\input{{tables/{each.name}}}",) * 2
-    starred = "figure*" if each.wide else "figure"
-    lines = [
-        rf"\begin{{{starred}}}[{'t' if each.wide else '!htb'}]",
-        r"\centering",
-        rf"\includegraphics[width=\linewidth]{{figures/{each.path.name}.pdf}}",
-        rf"\caption{{{escape(each.caption)}}}\label{{{each.label}}}",
-        rf"\end{{{starred}}}",
+def _widths(table: Table) -> list[float]:
+    """Return how wide the entries of each column are, about, in points."""
+    shown = [row for row in table.entries() if any(entry.text for entry in row[1:])]
+    entries = [
+        [max(LETTER * len(row[i].text), SMALL * len(row[i].below)) for row in shown if i < len(row)] for i in range(len(table.header))
     ]
-    return "\n".join(lines), rf"\includegraphics[width=\linewidth]{{figures/{each.path.name}.pdf}}"
+    return [max([LETTER * max(map(len, [*name.split(), ""])), *own]) for name, own in zip(table.header, entries, strict=True)]
 
 
-def _names(gathered: Gathered) -> list[str]:
-    studies = [f"{shown(study.name)} ({shown(study.place)})" for study in gathered.studies]
-    return [*studies, *(f"search {shown(search.name)}" for search in gathered.searches)]
-
-
-def _abstract(gathered: Gathered) -> str:
-    runs = [run for study in gathered.studies for run in study.runs]
-    cells = [cell for study in gathered.studies for table in study.tables for cell in table.cells]
-    said = []
-    if runs:
-        models, data = _values(runs, "model.name"), _values(runs, "data.name")
-        said.append(
-            f"We report {len(runs)} runs of {models} on {data}, in {len(gathered.studies)} "
-            f"{'study' if len(gathered.studies) == 1 else 'studies'}, with {counts(cells)} seeds a cell."
-        )
-    said += [_best(study.tables[0], f"In {study.name}, ") for study in gathered.studies[:3] if study.tables]
-    if gathered.searches:
-        said.append(f"{len(gathered.searches)} searches over hyper-parameters are reported beside them.")
-    return escape(" ".join(filter(None, said)))
-
-
-def _questions(gathered: Gathered) -> str:
-    asked = [study.question for study in gathered.studies]
-    asked += [table.question for study in gathered.studies for table in study.tables] + [search.question for search in gathered.searches]
-    items = [rf"  \item {escape(question)}" for question in dict.fromkeys(filter(None, asked))]
-    return "\n".join(["The runs were made to answer:", r"\begin{itemize}", *items, r"\end{itemize}"]) if items else ""
-
-
-def _best(table: TableResult, where: str = "") -> str:
-    """What the cell that validation prefers has on the test set, with its interval and n."""
-    found = [(val, test, cell) for cell in table.cells if (test := cell.summary("test_accuracy")) and (val := cell.summary("val_accuracy"))]
-    if not found:
-        return ""
-    _, best, cell = max(found, key=lambda each: each[0].mean)
-    inside = f", 95 % interval {interval(best.low, best.high)}" if best.low is not None else ""
-    opening = f"{where}{shown(table.name)}: " if where else ""
-    return f"{opening}best on validation is {shown(cell.label)}, with a test accuracy of {100 * best.mean:.2f} % (n = {best.n}{inside})."
-
-
-def _claims(table: TableResult) -> str:
-    found = table.comparisons()
-    clear = [c for c in found if c.p_adjusted is not None and c.p_adjusted < CLAIM]
-    if not found:
-        return ""
-    of = f"Of {len(found)} paired difference{'s' if len(found) > 1 else ''} to {shown(table.compared_with)}"
-    first = f"{of}, {len(clear) or 'none'} {'have' if len(clear) > 1 else 'has'} p < {CLAIM:g} after Holm's correction"
-    told = [
-        f"{shown(c.name_b)} {100 * c.difference:+z.2f} points {interval(c.low, c.high)} (n = {c.n}, p {_equals(c.p_adjusted)})"
-        for c in clear[:4]
+def _columns(table: Table) -> tuple[list[str], bool]:
+    """Return the types of the columns, and whether the table takes both columns of a paper. Long text shares what other columns leave."""
+    widths = _widths(table)
+    flexible = {i: 1.05 * width for i, width in enumerate(widths) if width > (LONG if i else NARROWEST)}
+    fixed = sum(width for i, width in enumerate(widths) if i not in flexible) + GAP * (len(widths) - 1)
+    wanted, least = sum(flexible.values()), NARROWEST * len(flexible)
+    wide = table.wide or COLUMN - fixed < min(wanted, least)
+    share = min(1.0, max((PAGE if wide else COLUMN) - fixed, least) / max(wanted, 1))
+    types = [
+        rf">{{\raggedright\arraybackslash}}p{{{share * flexible[i]:.0f}pt}}" if i in flexible else "c" if i else "l"
+        for i in range(len(widths))
     ]
-    return first + (f": {'; '.join(told)}{'; …' if len(clear) > 4 else ''}." if told else ".")
+    return types, wide
 
 
-def _equals(p: float | None) -> str:
-    text = p_text(p)
-    return text if text.startswith("<") else f"= {text}"
-
-
-def _setup(number: int, study: StudyResult, used: Sequence[Floating]) -> str:
-    """Facts of the runs' configurations, all values where runs differ; and how the data are divided."""
-    runs = study.runs
-    federated = [run for run in runs if run.summary.get("bytes_up") is not None]
-    central, masked = [run for run in runs if run not in federated], [run for run in runs if run.mask]
-    sizes = sorted({int(run.summary["parameters"]) for run in runs if run.summary.get("parameters")})
-    size = f"; {' or '.join(f'{n:,}' for n in sizes)} parameters" if sizes else ""
-    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
-    said = [
-        f"{len(runs)} runs, seeds {seeds}; {_facts(runs, FACTS)}{size}.",
-        f"Centralised ({len(central)} runs): {_facts(central, CENTRAL)}." if central else "",
-        f"Federated ({len(federated)} runs): {_facts(federated, FEDERATED)}." if federated else "",
-        f"Masks ({len(masked)} runs): {_facts(masked, MASKED)}." if masked else "",
-        "Where several values stand, cells of the tables differ in them." if len(runs) > 1 else "",
-    ]
-    own = [each for each in used if each.study == number and _of_setup(each)]
-    told = (
-        rf"\textbf{{Study {escape(shown(study.name))}}} ({escape(shown(study.place))}). {escape(' '.join(filter(None, said)))} {_refs(own)}"
+def _title(column: int, table: Table) -> str:
+    """Return a column's title, in lines about as long as its entries."""
+    lines = textwrap.wrap(table.header[column], max(4, int(_widths(table)[column] / LETTER)), break_long_words=False)
+    return (
+        escape("".join(lines))
+        if len(lines) < 2
+        else "".join([r"\begin{tabular}[b]{@{}c@{}}", BREAK.join(map(escape, lines)), r"\end{tabular}"])
     )
-    return "\n".join([told.strip(), *(_include(each)[0] for each in own)])
 
 
-def _of_setup(each: Floating) -> bool:
-    return each.kind == "partition"
+def _row(row: Sequence[Entry]) -> str:
+    if len(row) > 1 and row[0].text and not any(entry.text for entry in row[1:]):  # the title of a group of rows
+        return rf"\multicolumn{{{len(row)}}}{{@{{}}l@{{}}}}{{\emph{{{escape(row[0].text)}}}}} \\"
+    return " & ".join(map(_entry, row)) + r" \\"
 
 
-def _facts(runs: Sequence[RunResult], keys: Mapping[str, str]) -> str:
-    found = [(name, _values(runs, key)) for name, key in keys.items()]
-    return "; ".join(f"{name} {values}" for name, values in found if values)
+def _entry(entry: Entry) -> str:
+    """Return an entry in one line or two. `best` is bold; `differs` has a dagger."""
+    text = _number(entry.text)
+    text = rf"\textbf{{{text}}}" if entry.mark == "best" else text + r"\rlap{$^\dagger$}" * (entry.mark == "differs")
+    return rf"\begin{{tabular}}[t]{{@{{}}c@{{}}}}{text}\\{{\scriptsize {_number(entry.below)}}}\end{{tabular}}" if entry.below else text
 
 
-def _values(runs: Iterable[RunResult], key: str) -> str:
-    """All values of a key of the configurations: numbers by size, else as they come."""
-    found: list[Any] = []
-    for run in runs:
-        value: Any = run.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, list):
-            value = " and ".join(map(str, value)) or None
-        if value is not None and value not in found:
-            found.append(value)
-    if all(isinstance(value, int | float) for value in found):
-        found.sort()
-    texts = [f"{value:g}" if isinstance(value, float) else placeless(str(value)) for value in found]
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"… ({len(texts)} values)"])
+def _number(text: str) -> str:
+    """Return an entry's text; a hyphen before a number is a minus."""
+    return "--" if text == NO_VALUE else escape(re.sub(r"(?<![\w.)])-(?=\d)", "−", text))
 
 
-def _missing(gathered: Gathered) -> str:
-    lines = [line for study in gathered.studies for table in study.tables for line in missing(table)]
-    failed = sum(len(study.failures) for study in gathered.studies)
-    said = [f"Not all seeds are finished: {'; '.join(lines[:12])}{'; …' if len(lines) > 12 else ''}." if lines else ""]
-    said.append(f"{failed} runs failed." if failed else "")
-    return escape(" ".join(filter(None, said)))
+def figure_float(chart: Chart) -> str:
+    """Return the environment of a chart, whose PDF is in figures/."""
+    starred, place = ("figure*", "t") if chart.wide else ("figure", "!htb")
+    drawn = rf"\centering\includegraphics[width=\linewidth,height=0.4\textheight,keepaspectratio]{{figures/{chart.key}.pdf}}"
+    return "\n".join([rf"\begin{{{starred}}}[{place}]", drawn, _caption(chart.caption, f"fig:{chart.key}"), rf"\end{{{starred}}}"]) + "\n"
 
 
-def _results(number: int, study: StudyResult, used: Sequence[Floating]) -> str:
-    parts = [rf"\section{{{escape(study.question or f'Results: {shown(study.name)}')}}}"]
-    for j, table in enumerate(study.tables):
-        own = [each for each in used if each.study == number and each.table == j]
-        asked = table.question if table.question != study.question else ""
-        said = " ".join(filter(None, [asked, _sentence(_best(table)), _claims(table)]))
-        parts += [
-            rf"\subsection{{{escape(shown(table.name))}}}",
-            f"{escape(said)} {_refs(own)}".strip(),
-            r"\towrite{the answer, and what may explain it}",
-            *(_include(each)[0] for each in own),
-        ]
-    own = [each for each in used if each.study == number and each.table is None and not _of_setup(each)]
-    if own:
-        parts += [
-            r"\subsection{Across the study}",
-            f"{_refs(own)}",
-            r"\towrite{what they show}",
-            *(_include(each)[0] for each in own),
-        ]
-    return "\n".join(parts) + "\n\n"
+# --- numbers
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def numbers(gathered: Gathered) -> str:
+    """Return the file of macros."""
+    lines = [(files("fedlens.report") / "assets" / "numbers.tex").read_text(encoding="utf-8").rstrip()]
+    for study, name, keys in zip(gathered.studies, unique([s.name for s in gathered.studies]), table_keys(gathered), strict=True):
+        seconds = [float(run.summary["seconds"]) for run in (*study.runs, *study.trials) if run.summary.get("seconds") is not None]
+        lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "trials", str(len(study.trials)))]
+        lines += [_define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
+        for kind, measured in over_seeds(study).items():
+            for each, key in zip(measured, unique([each.label for each in measured]), strict=True):
+                lines += [_define(f"{name}-{kind}", key, what, text) for what, text in _of_measured(each).items()]
+        for table, table_key in zip(study.tables, keys, strict=True):
+            lines += [_define(table_key, key, what, text) for key, found in _of_table(table).items() for what, text in found.items()]
+    return "\n".join(lines) + "\n"
 
 
-def _refs(own: Sequence[Floating]) -> str:
-    """See Tables 1 and 2 and Figure 1."""
-    said = []
-    for name, kind in (("Table", TableFile), ("Figure", FigureFile)):
-        labels = [rf"\ref{{{each.label}}}" for each in own if isinstance(each, kind)]
-        if labels:
-            listed = labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
-            said.append(f"{name}{'s' if len(labels) > 1 else ''}~{listed}")
-    return f"See {'; '.join(said)}." if said else ""
+def _define(table: str, cell: str, key: str, text: str) -> str:
+    return rf"\expandafter\gdef\csname lens/{table}/{cell}/{key}\endcsname{{{text}}}"
 
 
-def _searches(used: Sequence[Floating]) -> str:
-    own = [each for each in used if each.study is None]
-    if not own:
-        return ""
-    included = "\n".join(_include(each)[0] for each in own)
-    return "\\section{Searches}\n" + f"{_refs(own)} \\towrite{{what was gained over the default}}\n{included}\n\n"
+def _of_table(table: TableResult) -> dict[str, dict[str, str]]:
+    """Return a cell's key -> its numbers: its own, differences and ratios to the other cells, and p of the difference to the baseline."""
+    labels = [cell.label for cell in table.cells]
+    keys = dict(zip(labels, unique(labels), strict=True))
+    tests = {c.name_b: c.p_adjusted for c in table.comparisons()}
+    tested = {cell.label: values for cell in table.cells if (values := cell.of("test_accuracy"))}
+    lengths = {cell.label: length.mean for cell in table.cells if (length := cell.over_rounds(LENGTH)) and length.mean > 0}
+    found = {}
+    for cell in table.cells:
+        of, others = cell.label, [label for label in keys if label != cell.label]
+        own = found[keys[of]] = _of_cell(cell)
+        for other in (label for label in others if of in tested and label in tested):
+            for c in compare({other: tested[other], of: tested[of]}):
+                inside = "" if c.low is None or c.high is None else rf"\,[{100 * c.low:z.2f},\,{100 * c.high:z.2f}]"
+                own[f"minus {keys[other]}"] = f"${100 * c.difference:+z.2f}{inside}$"
+        own |= {
+            f"times {keys[other]}": f"{float(f'{lengths[of] / lengths[other]:.2g}'):g}"
+            for other in lengths
+            if of in lengths and other != of
+        }
+        own |= {} if (p := tests.get(of)) is None else {"p": f"{p:.2g}"}
+    return found
+
+
+def _of_cell(cell: CellResult) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if test := cell.summary("test_accuracy"):
+        found |= {"mean": f"{100 * test.mean:.2f}", "n": str(test.n)}
+        found |= {} if test.sd is None else {"sd": f"{100 * test.sd:.2f}"}
+        found |= {} if test.low is None or test.high is None else {"low": f"{100 * test.low:.2f}", "high": f"{100 * test.high:.2f}"}
+    if val := cell.summary("val_accuracy"):
+        found["val"] = f"{100 * val.mean:.2f}"
+    if rate := rate_of(cell):
+        digits, power = f"{rate:.2e}".split("e")
+        found["lr"] = f"{rate:g}" if rate >= 0.01 else rf"${float(digits):g}{{\cdot}}10^{{{int(power)}}}$"
+    if length := cell.over_rounds(LENGTH):
+        found[LENGTH] = f"{length.mean:.2g}"
+    found |= {f"share {kind}": f"{share:.0f}" for kind, share in mask_shares(cell)[1].items()}
+    for key in GEOMETRY:
+        if mean := cell.over_rounds(key):
+            first = summarise([run.curve("round", key)[0][1] for run in cell.runs.values()])
+            found |= {key: f"{mean.mean:z.2f}", f"first {key}": f"{first.mean:z.2f}"}
+    return found
+
+
+def _of_measured(each: Measured) -> dict[str, str]:
+    found = {"n": str(each.n)}
+    for key, summary in each.numbers.items():
+        scale, what = each.scale(key), key.replace("_", " ")
+        found[what] = f"{scale * summary.mean:z.2f}"
+        found |= {} if summary.sd is None else {f"{what} sd": f"{scale * summary.sd:z.2f}"}
+    return found
 
 
 # --- TeX
 
 
-def compile_pdf(folder: Path) -> Path | None:
-    """FOLDER/paper.pdf from paper.tex, without shell escape; None where no TeX engine is found."""
+def compile_pdf(folder: Path, name: str = PAPER) -> Path | None:
+    """Write the PDF of FOLDER/NAME beside it, without shell escape; return its path, or None if no TeX is installed."""
     with tempfile.TemporaryDirectory() as inside:
-        cites = r"\bibliography{" in (folder / PAPER).read_text(encoding="utf-8", errors="replace")
-        commands = _commands(inside, cites)
+        cites = r"\bibliography{" in (folder / name).read_text(encoding="utf-8", errors="replace")
+        commands = _commands(inside, name, cites)
         if not commands:
             log.info(
-                "no paper.pdf: none of latexmk with pdflatex, tectonic and pdflatex is found; paper.tex is ready to be compiled elsewhere"
+                "no %s: install latexmk with pdflatex, tectonic or pdflatex, or compile %s elsewhere", Path(name).with_suffix(".pdf"), name
             )
             return None
         for command in commands:
-            _tex(command, folder, inside)
-        made = Path(inside) / "paper.pdf"
+            _tex(command, folder, inside, name)
+        made = (Path(inside) / name).with_suffix(".pdf")
         if not made.is_file():
-            raise UserError(f"paper.tex: {commands[0][0]} left no PDF")
-        write_atomic(folder / "paper.pdf", made.read_bytes())
-    return folder / "paper.pdf"
+            raise UserError(f"{name}: {commands[0][0]} wrote no PDF")
+        pdf = (folder / name).with_suffix(".pdf")
+        write_atomic(pdf, made.read_bytes())
+    return pdf
 
 
-def _commands(inside: str, cites: bool) -> list[list[str]]:
-    """The passes of the first engine that is found; latexmk and tectonic see to references themselves."""
+def _commands(inside: str, name: str, cites: bool) -> list[list[str]]:
+    """Return the passes of the first engine that is installed; latexmk and tectonic repeat passes themselves."""
     quiet = ["-interaction=nonstopmode", "-halt-on-error", "-file-line-error"]
     if shutil.which("latexmk") and shutil.which("pdflatex"):  # -norc: no Perl from a folder that somebody else wrote
-        return [["latexmk", "-norc", "-pdf", *quiet, "-latexoption=-no-shell-escape", f"-outdir={inside}", PAPER]]
+        return [["latexmk", "-norc", "-pdf", *quiet, "-latexoption=-no-shell-escape", f"-outdir={inside}", name]]
     if shutil.which("tectonic"):
-        return [["tectonic", "--untrusted", "--outdir", inside, PAPER]]
+        return [["tectonic", "--untrusted", "--outdir", inside, name]]
     if shutil.which("pdflatex"):
-        once = ["pdflatex", *quiet, "-no-shell-escape", f"-output-directory={inside}", PAPER]
-        return [once, ["bibtex", f"{inside}/paper"], once, once] if cites and shutil.which("bibtex") else [once, once]
+        once = ["pdflatex", *quiet, "-no-shell-escape", f"-output-directory={inside}", name]
+        return [once, ["bibtex", f"{inside}/{Path(name).stem}"], once, once] if cites and shutil.which("bibtex") else [once, once]
     return []
 
 
-def _tex(command: Sequence[str], folder: Path, inside: str) -> None:
+def _tex(command: Sequence[str], folder: Path, inside: str, name: str) -> None:
     environment = {**os.environ, "max_print_line": "1000", "TEXMFOUTPUT": inside}  # an error stays in one line; bibtex may write there
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"paper.tex: {command[0]} did not finish ({type(error).__name__}, {SECONDS} s allowed)") from None
+        raise UserError(f"{name}: {command[0]} did not finish ({type(error).__name__}, limit {SECONDS} s)") from None
     if done.returncode:
-        said = (done.stdout + b"\n" + done.stderr).decode("utf-8", "replace")
-        found = re.search(r"^(?:[^\s:]+\.tex:\d+: .*|! .*|error: .*)$", said, re.MULTILINE)
-        raise UserError(f"paper.tex: {command[0]} says {found[0] if found else f'exit status {done.returncode}'}")
+        output = (done.stdout + b"\n" + done.stderr).decode("utf-8", "replace")
+        line = re.search(r"^(?:[^\s:]+\.tex:\d+: .*|! .*|error: .*)$", output, re.MULTILINE)
+        raise UserError(f"{name}: {command[0]} failed: {line[0] if line else f'exit status {done.returncode}'}")

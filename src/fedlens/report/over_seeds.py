@@ -1,30 +1,40 @@
-"""Analyses over seeds: what each came to as a few numbers, and the mean and interval of those over seeds."""
+"""Views of results that tables, charts and papers share: grids of two dimensions, masks, rates, and analyses as means over seeds."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+from typing import Any
 
-from fedlens.study.results import Analysis, StudyResult
+from fedlens.report.blocks import unique
+from fedlens.study.results import Analysis, CellResult, Gathered, StudyResult, TableResult
 from fedlens.study.statistics import Summary, summarise
 
-PLAIN = ("alpha", "cosine", "sign_conflict", "iou", "chance")  # the others are fractions of images, said in percent
-BESIDE = {"retrained": "trained without it", "reheaded": "head without it"}  # what may stand beside a client that was subtracted
-HEADS = {  # kind -> number -> what it is called
-    "sweep": {"start": "test at α = 0", "end": "test at α = 1", "alpha": "α by validation", "chosen": "test there"},
-    "interpolate": {"start": "test of the first", "end": "test of the second", "alpha": "α by validation", "chosen": "test there"},
+LENGTH = "client_norm"  # metric: mean length of a round's updates
+AGREEMENT = ("cosine", "sign_conflict")  # the drift ratio follows from the cosine where updates are equally long
+GEOMETRY = {"drift_ratio": "drift ratio", "cosine": "cosine", "sign_conflict": "sign conflict"}
+PLAIN = ("alpha", "cosine", "sign_conflict", "drift_ratio", "gap", "iou", "chance", "norm")  # other numbers are fractions, shown in percent
+ENDS = {"alpha": "α by validation", "chosen": "test there"}
+HEADS = {  # kind -> number -> column
+    "sweep": {"start": "test at α = 0", "end": "test at α = 1", **ENDS},
+    "interpolate": {"start": "test of the first", "end": "test of the second", **ENDS},
     "interference": {"cosine": "cosine", "sign_conflict": "sign conflict", "xi": "ξ(1, 1)"},
     "masks": {"iou": "intersection over union", "chance": "of random masks"},
     "forget": {
-        "target_before": "its classes before",
-        "target_after": "after",
-        "others_before": "all others before",
-        "others_after": "after",
-        "target_without": f"{BESIDE['retrained']}: its classes",
-        "others_without": "all others",
-        "target_head": f"{BESIDE['reheaded']}: its classes",
-        "others_head": "all others",
-        "alpha": "α by validation",
+        **{"target_before": "its classes before", "target_after": "its classes after"},
+        **{"others_before": "all others before", "others_after": "all others after"},
+        **{"target_without": "trained without it: its classes", "others_without": "trained without it: all others"},
+        **{"target_head": "head without it: its classes", "others_head": "head without it: all others", "alpha": "α by validation"},
     },
+}
+PARTS = {"target": "test_target", "others": "test_control"}
+FURTHER = {
+    "val": "validation there",
+    "norm": "‖τ‖",
+    "drift_ratio": "drift ratio",
+    "gap": "gap if linear",
+    "agreement": "agreement if linear",
 }
 TITLES = {
     "sweep": "Along task vectors",
@@ -33,16 +43,80 @@ TITLES = {
     "masks": "Overlap of masks",
     "forget": "Forgetting clients by negation",
 }
-UNITS = dict.fromkeys(TITLES, "Accuracies in percent.") | {
-    "forget": "Accuracies in percent; of several clients their mean.",
-    "interference": "ξ in percent of images.",
-    "masks": "Random masks of the same sizes beside them.",
-}
+UNITS = "Accuracies, ξ and agreement in percent; of several clients or pairs the mean."
+
+
+# --- tables and cells
+
+
+def table_keys(gathered: Gathered) -> list[list[str]]:
+    """Return, per study, the key of each of its tables: the name of its files, and the anchor on the page."""
+    keys = iter(unique([f"{study.name} {table.name}" for study in gathered.studies for table in study.tables]))
+    return [[next(keys) for _ in study.tables] for study in gathered.studies]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table in two dimensions: cases down, values of the one key of its grid across."""
+
+    key: str
+    cases: list[str]
+    values: list[Any]
+    cells: Mapping[tuple[str, str], CellResult]  # (case, text of the value) -> cell
+
+    def at(self, case: str, value: Any) -> CellResult | None:
+        return self.cells.get((case, str(value)))
+
+
+def layout(table: TableResult) -> Layout | None:
+    """Return the table in two dimensions. None unless its grid has exactly one key, and there are several cases and several values."""
+    keys = {tuple(cell.values) for cell in table.cells}
+    if len(keys) != 1 or len(only := keys.pop()) != 1:
+        return None
+    key = only[0]
+    cases = list(dict.fromkeys(cell.case for cell in table.cells))
+    values = list({str(cell.values[key]): cell.values[key] for cell in table.cells}.values())
+    if len(cases) < 2 or len(values) < 2:
+        return None
+    return Layout(key, cases, values, {(cell.case, str(cell.values[key])): cell for cell in table.cells})
+
+
+def grid_text(value: Any) -> str:
+    """Return a value of a grid; a list without its brackets."""
+    text = str(value)
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return ", ".join(part.strip() for part in inside.split(",")) if inside.strip() else "none"
+
+
+def beside(tables: Sequence[TableResult]) -> list[tuple[str, list[CellResult | None]]]:
+    """Return tables side by side: every label with the cell that each table has under it."""
+    labels = dict.fromkeys(cell.label for table in tables for cell in table.cells)
+    named = [{cell.label: cell for cell in table.cells} for table in tables]
+    return [(label, [cells.get(label) for cells in named]) for label in labels]
+
+
+def rate_of(cell: CellResult) -> float | None:
+    """Return the learning rate that all runs share. A ridge head takes no step and has none."""
+    settings = [run.config.get("optim") for run in cell.runs.values() if run.summary.get("steps") != 0]
+    rates = {float(optim["lr"]) for optim in settings if isinstance(optim, Mapping) and optim.get("lr") is not None}
+    return rates.pop() if len(rates) == 1 else None
+
+
+def mask_shares(cell: CellResult) -> tuple[dict[str, float], dict[str, float]]:
+    """Return means over seeds in percent: the density by layer, and the share of the mask by kind of weight."""
+    masks = [mask for run in cell.runs.values() if (mask := run.mask)]
+    return (
+        _means({layer: 100 * active / eligible for layer, active, eligible in mask["by_layer"] if eligible} for mask in masks),
+        _means({kind: 100 * row["share"] for kind, row in mask["composition"].items() if row["eligible"]} for mask in masks),
+    )
+
+
+# --- analyses
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The analyses of one kind and of the same cells, a number each seed."""
+    """Analyses of one kind and of the same cells: the summary of each number over seeds."""
 
     kind: str
     label: str
@@ -56,75 +130,83 @@ class Measured:
         return 1 if number in PLAIN else 100
 
 
-def numbers_of(analysis: Analysis) -> dict[str, float]:
-    """The few numbers of one analysis; of several clients their mean."""
-    found = analysis.found
-    if analysis.kind in ("sweep", "interpolate"):
-        tested = {name: float(found[name]["test_accuracy"]) for name in ("start", "end", "chosen")}
-        return {**tested, "alpha": float(found["chosen"]["alpha"])}
-    if analysis.kind == "interference":
-        numbers = {key: _mean([float(pair[key]) for pair in found["pairs"]]) for key in ("cosine", "sign_conflict")}
-        if found.get("xi") and 1.0 in found["alphas"]:
-            one = found["alphas"].index(1.0)
-            numbers["xi"] = float(found["xi"][one][one])
-        return numbers
+def measurements(analysis: Analysis) -> list[tuple[str, dict[str, float]]]:
+    """Return name -> numbers: one entry per analysis, per pair of task vectors, or per client."""
+    content, name = analysis.found, label_of(analysis)
     if analysis.kind == "masks":
-        return {key: float(found[key]) for key in ("iou", "chance")}
+        return [(name, {key: float(content[key]) for key in ("iou", "chance")})]
+    if analysis.kind == "interference":
+        called = dict(zip(map(str, content["names"]), analysis.labels, strict=False)) if len(analysis.labels) > 1 else {}
+        shared = {key: float(value) for key, value in _of_both(content).items()}
+        keys = ("cosine", "sign_conflict", "drift_ratio")
+        pairs = [(" and ".join(called.get(str(pair[end]), str(pair[end])) for end in "ab"), pair) for pair in content["pairs"]]
+        return [(pair_name, {key: float(pair[key]) for key in keys} | shared) for pair_name, pair in pairs]
+    if analysis.kind == "forget":
+        clients = content["clients"]
+        return [(f"{analysis.labels[0]}: client {c['client']} ({', '.join(map(str, c['classes']))})", _of_client(c)) for c in clients]
+    chosen = content["chosen"]
+    numbers = {end: content[end]["test_accuracy"] for end in ("start", "end", "chosen")}
+    numbers |= {"alpha": chosen["alpha"], "val": chosen["val_accuracy"], "norm": content.get("norm")}
+    return [(name, {key: float(value) for key, value in numbers.items() if value is not None})]
+
+
+def _of_client(client: Mapping[str, Any]) -> dict[str, float]:
+    """Return test accuracies on a client's classes and on all others: before, after, and of models that never saw it."""
+    times = {"before": "before", "after": "after", "retrained": "without", "reheaded": "head"}
+    measured = [(client[time], name) for time, name in times.items() if client.get(time)]
+    numbers = {f"{part}_{name}": float(scores[key]) for scores, name in measured for part, key in PARTS.items()}
+    return numbers | {"alpha": float(client["after"]["alpha"])}
+
+
+def _of_both(content: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers of a pair as a whole: ξ at α = 1, and how linear the model is at the largest α, mean over its task vectors."""
     numbers = {}
-    for when, name in (("before", "before"), ("after", "after"), ("retrained", "without"), ("reheaded", "head")):
-        clients = [client[when] for client in found["clients"] if client.get(when)]
-        for what, key in (("target", "test_target"), ("others", "test_control")):
-            if len(clients) == len(found["clients"]):
-                numbers[f"{what}_{name}"] = _mean([float(client[key]) for client in clients])
-    return {**numbers, "alpha": _mean([float(client["after"]["alpha"]) for client in found["clients"]])}
+    if content.get("xi") and 1.0 in content["alphas"]:
+        one = content["alphas"].index(1.0)
+        numbers["xi"] = content["xi"][one][one]
+    ends = [points[-1] for points in (content.get("linearity") or {}).values()]
+    return numbers | _means({key: end[key] for key in ("gap", "agreement") if end[key] is not None and isfinite(end[key])} for end in ends)
+
+
+def numbers_of(analysis: Analysis) -> dict[str, float]:
+    """Return the numbers of one analysis; of several pairs or clients their means."""
+    return _means(numbers for _, numbers in measurements(analysis))
 
 
 def of_seeds(study: StudyResult, kind: str) -> list[list[Analysis]]:
-    """Analyses of the same cells with the same options, one a seed."""
-    found: dict[tuple[str, str], list[Analysis]] = {}
+    """Return groups of analyses of the same cells with the same options, one analysis per seed."""
+    groups: dict[tuple[str, str], list[Analysis]] = {}
     for analysis in study.analyses:
         if analysis.kind == kind:
-            found.setdefault((label_of(analysis), json.dumps(analysis.options, sort_keys=True)), []).append(analysis)
-    return list(found.values())
+            groups.setdefault((label_of(analysis), json.dumps(analysis.options, sort_keys=True)), []).append(analysis)
+    return list(groups.values())
 
 
 def over_seeds(study: StudyResult) -> dict[str, list[Measured]]:
-    """kind -> what was measured of which cells."""
-    found: dict[str, list[Measured]] = {}
-    for kind in dict.fromkeys(analysis.kind for analysis in study.analyses):
-        for group in of_seeds(study, kind):
-            seeds = [numbers_of(analysis) for analysis in group]
-            shared = [key for key in HEADS[kind] if all(key in numbers for numbers in seeds)]
-            numbers = {key: summarise([numbers[key] for numbers in seeds]) for key in shared}
-            found.setdefault(kind, []).append(Measured(kind, label_of(group[0]), numbers))
-    return found
+    """Return, per kind of analysis, the summaries of every group."""
+    kinds = dict.fromkeys(analysis.kind for analysis in study.analyses)
+    return {kind: [_measured(group) for group in of_seeds(study, kind)] for kind in kinds}
+
+
+def _measured(group: Sequence[Analysis]) -> Measured:
+    seeds = [numbers_of(analysis) for analysis in group]
+    shared = [key for key in HEADS[group[0].kind] if all(key in numbers for numbers in seeds)]
+    return Measured(group[0].kind, label_of(group[0]), {key: summarise([numbers[key] for numbers in seeds]) for key in shared})
 
 
 def label_of(analysis: Analysis) -> str:
-    """The cells; of clients which, of one cell's masks that it is its seeds."""
-    if analysis.kind == "masks" and len(analysis.labels) == 1:
-        return f"{analysis.labels[0]}, between seeds"
-    if analysis.kind == "interference" and len(analysis.labels) == 1:
-        return f"{analysis.labels[0]}: {' and '.join(map(str, analysis.found['names']))}"
+    """Return the analysed cells, with the names of clients where they matter."""
+    first = analysis.labels[0]
     if analysis.kind == "forget":
-        return f"{analysis.labels[0]}: {_clients(analysis)}"
-    return " and ".join(analysis.labels)
+        clients = [str(client["client"]) for client in analysis.found["clients"]]
+        return f"{first}: client{'s' if len(clients) > 1 else ''} {', '.join(clients)}"
+    if len(analysis.labels) == 1 and analysis.kind == "interference":
+        return f"{first}: {' and '.join(map(str, analysis.found['names']))}"
+    return f"{first}, between seeds" if len(analysis.labels) == 1 and analysis.kind == "masks" else " and ".join(analysis.labels)
 
 
-def titled(analysis: Analysis) -> str:
-    """Its title, with the clients that are forgotten: a study may forget others of the same cell."""
-    return f"{analysis.title}: {_clients(analysis)}" if analysis.kind == "forget" else analysis.title
-
-
-def _clients(analysis: Analysis) -> str:
-    clients = [str(client["client"]) for client in analysis.found["clients"]]
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(clients)}"
-
-
-def shared_heads(rows: Sequence[Measured]) -> dict[str, str]:
-    """The numbers that some row has, by their name, in their order."""
-    return {key: head for key, head in HEADS[rows[0].kind].items() if any(key in row.numbers for row in rows)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every number that all rows have."""
+    listed = list(rows)
+    names = [name for name in listed[0] if all(name in row for row in listed)] if listed else []
+    return {name: fmean(row[name] for row in listed) for name in names}

@@ -5,6 +5,8 @@ cell, labelled by the settings in which it differs from the others.
 """
 
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml  # type: ignore[import-untyped]
 
 from fedlens.errors import UserError, first_line
 from fedlens.runs.identity import known_by
@@ -62,8 +64,9 @@ class RunResult:
         return mask
 
     def curve(self, x: str, y: str) -> list[tuple[float, float]]:
-        """Return the points (x, y) of all lines of metrics that have both keys."""
-        return [(float(m[x]), float(m[y])) for m in self.metrics if m.get(x) is not None and m.get(y) is not None]
+        """Return the points (x, y) of all lines of metrics in which both are finite: a loss may overflow for a step."""
+        points = [(float(m[x]), float(m[y])) for m in self.metrics if m.get(x) is not None and m.get(y) is not None]
+        return [point for point in points if all(map(math.isfinite, point))]
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,11 @@ class CellResult:
         curves = [[y for _, y in run.curve("round", key)] for run in self.runs.values()]
         return summarise([sum(ys) / len(ys) for ys in curves]) if curves and all(curves) else None
 
-    def mean_curve(self, x: str, y: str) -> list[tuple[float, Summary]]:
-        """Return (x, summary of y over seeds) for every x that all seeds have."""
+    def mean_curve(self, x: str, y: str, most: int = sys.maxsize) -> list[tuple[float, Summary]]:
+        """Return (x, summary of y over seeds) for every x that all seeds have; of more than `most` only every n-th and the last."""
         curves = [dict(run.curve(x, y)) for run in self.runs.values()]
-        shared = set.intersection(*(set(c) for c in curves)) if curves else set()
-        return [(at, summarise([c[at] for c in curves])) for at in sorted(shared)]
+        shared = sorted(set.intersection(*map(set, curves))) if curves else []
+        return [(at, summarise([c[at] for c in curves])) for at in [*shared[: -1 : -(-len(shared) // most) or 1], *shared[-1:]]]
 
 
 def further_metrics(runs: Iterable[RunResult]) -> list[str]:
@@ -367,8 +370,8 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a run's config.yaml, unchecked, so that files of any version can be read."""
     try:
-        content = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    except Exception as error:  # the exceptions of YAML and those of the disk share no public base
+        content = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, OSError, ValueError) as error:
         raise UserError(f"report: {folder / 'config.yaml'} cannot be read ({first_line(error)}).") from None
     if not isinstance(content, dict):
         raise UserError(f"report: {folder / 'config.yaml'} is not a configuration.")

@@ -159,7 +159,7 @@ def to_target(curve: Sequence[tuple[float, float]], target: float) -> float | No
 
 def rounds_and_bytes_to(metrics: Sequence[Mapping[str, Any]], target: float, key: str = "val_accuracy") -> dict[str, int | None]:
     """Return {"rounds", "bytes_up"} since the start at the first evaluation that reaches the target, from lines of metrics.jsonl."""
-    lines = [line for line in metrics if line.get(key) is not None]
+    lines = [{"bytes_up": 0, **line} if line.get("round") == 0 else line for line in metrics if line.get(key) is not None]
     if not lines:
         raise UserError(f"metrics: no line has {key!r}.")
     if lacking := [needed for needed in ("round", "bytes_up") if any(line.get(needed) is None for line in lines)]:

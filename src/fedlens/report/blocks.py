@@ -1,0 +1,200 @@
+"""The contents of a report: a list of blocks, built once from results and rendered to HTML, LaTeX and Markdown.
+
+A block holds plain text; every renderer escapes it. Keys name files and anchors: a-z, 0-9 and hyphens, unique in a report.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from fedlens.study.statistics import Summary
+
+NO_VALUE = "–"
+# An absolute path of any system; its last part may be shown.
+PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])+([^\s/\\'\",;:()]*)")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title; levels 2 and 3 appear in the navigation."""
+
+    text: str
+    key: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; `soft` ones are secondary."""
+
+    text: str
+    soft: bool = False
+
+
+@dataclass(frozen=True)
+class Items:
+    """A bulleted list."""
+
+    items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Commands or output, in a fixed-width font."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question and the sentence that the data supports, with cautions (an edge of a grid, a tie, one seed)."""
+
+    question: str
+    text: str
+    cautions: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a table: its text, a smaller second line, the number it is sorted by, and a mark (best, differs)."""
+
+    text: str
+    below: str = ""
+    value: float | None = None
+    mark: str = ""
+
+
+NONE = Entry(NO_VALUE)
+Row: TypeAlias = Sequence[Entry | str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names the row. `kind` tells papers what it shows."""
+
+    key: str
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Row]
+    kind: str = ""
+    wide: bool = False  # two columns of a paper
+
+    def entries(self) -> list[list[Entry]]:
+        return [[cell if isinstance(cell, Entry) else Entry(cell) for cell in row] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: one Vega-Lite specification with its data; `charts.py` has all of them and renders them to PDF, SVG and PNG."""
+
+    key: str
+    title: str
+    caption: str
+    spec: Mapping[str, Any]
+    kind: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that are folded away until the reader opens them."""
+
+    summary: str
+    blocks: Sequence["Block"] = ()
+
+
+Block: TypeAlias = Heading | Text | Items | Code | Answer | Table | Chart | Details
+
+
+@dataclass(frozen=True)
+class Report:
+    """A title, the blocks of the first screen, and the rest."""
+
+    title: str
+    lead: Sequence[Block]
+    blocks: Sequence[Block] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Block]:
+        """Yield every block, also those inside details."""
+        yield from walk([*self.lead, *self.blocks])
+
+
+def walk(blocks: Iterable[Block]) -> Iterator[Block]:
+    for block in blocks:
+        yield block
+        if isinstance(block, Details):
+            yield from walk(block.blocks)
+
+
+# --- text
+
+
+def clean(text: str) -> str:
+    """Return text in one line, without control characters and without paths of a machine except for their last part."""
+    printable = "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") or c.isspace() else "�" for c in str(text))
+    return " ".join(PATH.sub(r"…/\1", printable).split())
+
+
+def label(text: str) -> str:
+    """Return a cell's label for readers; in older studies that of a table without cases begins with a comma. An empty list reads "none"."""
+    return clean(text.lstrip(", ").replace("[]", "none")) or "all"
+
+
+def slug(text: str) -> str:
+    """Return a key: a-z, 0-9 and hyphens, at most 48 characters."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].strip("-") or "x"
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Return different slugs: the second of a kind ends in -2."""
+    slugs: list[str] = []
+    for name in map(slug, names):
+        number, own = 2, name
+        while own in slugs:
+            number, own = number + 1, f"{name}-{number}"
+        slugs.append(own)
+    return slugs
+
+
+# --- numbers
+
+
+def percent(value: float, digits: int = 2) -> str:
+    return f"{100 * value:z.{digits}f}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in a readable unit: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    raise AssertionError
+
+
+def p_value(p: float | None) -> str:
+    return "no test" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def stat(summary: Summary | None, scale: float = 100, digits: int = 2, mark: str = "") -> Entry:
+    """Return mean ± standard deviation, with the 95 % interval and n below. One run, or equal runs, have no spread."""
+    if summary is None:
+        return NONE
+    mean, sd, low, high = (None if v is None else f"{scale * v:z.{digits}f}" for v in (summary.mean, summary.sd, summary.low, summary.high))
+    spread = bool(summary.sd) and sd is not None and low is not None
+    return Entry(
+        f"{mean} ± {sd}" if spread else str(mean), (f"[{low}, {high}], " if spread else "") + f"n = {summary.n}", summary.mean, mark
+    )
+
+
+def number(text: str, value: float | None) -> Entry:
+    return NONE if value is None else Entry(text.format(value), "", value)
+
+
+def counts(ns: Iterable[int]) -> str:
+    """n = 3, or n = 2 to 3."""
+    distinct = sorted(set(ns) - {0})
+    return f"n = {distinct[0]}" + (f" to {distinct[-1]}" if len(distinct) > 1 else "") if distinct else "n = 0"
