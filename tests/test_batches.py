@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from conftest import FAST, SMALL_DATA
 from PIL import Image
 
-from fedlens.data.dataset import Split
+from fedlens.data.dataset import Split, load_dataset
 from fedlens.engine.sampling import batch_indices
 from fedlens.errors import UserError
 from fedlens.optim.schedules import SCHEDULES, schedule_factor
+from fedlens.overrides import compose
+from fedlens.runs.identity import identity
 from fedlens.seeding import torch_rng
 from fedlens.tasks import Samples, select
-from fedlens.tasks.image import Augment, Pipeline, randaugment, resize_matrix, shift_and_flip
+from fedlens.tasks.image import Augment, ImageTask, Pipeline, randaugment, resize_matrix, shift_and_flip
 
 
 def test_a_pass_visits_every_sample_once_before_it_wraps_round() -> None:
@@ -55,6 +58,28 @@ def test_resizing_is_pillows_bicubic(size: int, out: int) -> None:
     want = np.asarray(Image.fromarray(image).resize((out, out), Image.Resampling.BICUBIC)).astype(np.float32)
     got = Pipeline(out, (0.0,) * 3, (1 / 255,) * 3)(torch.from_numpy(image).permute(2, 0, 1)[None])[0].permute(1, 2, 0).numpy()
     assert np.abs(got - want).max() <= 1.2  # Pillow rounds to whole levels after each axis
+
+
+@pytest.mark.parametrize(("size", "out"), [(32, 224), (28, 28), (28, 14), (64, 48)])
+def test_resizing_like_pillow_clips_and_rounds_between_the_passes(size: int, out: int) -> None:
+    image = np.random.default_rng(0).integers(0, 2, (size, size, 3), dtype=np.uint8) * 255  # as much overshoot as there can be
+    want = np.asarray(Image.fromarray(image).resize((out, out), Image.Resampling.BICUBIC)).astype(np.float32)
+    levels = {}
+    for pillow in (True, False):
+        pipeline = Pipeline(out, (0.0,) * 3, (1 / 255,) * 3, pillow=pillow)
+        levels[pillow] = pipeline(torch.from_numpy(image).permute(2, 0, 1)[None])[0].permute(1, 2, 0).numpy()
+    assert np.abs(levels[True] - want).max() <= 1.01
+    assert size == out or np.abs(levels[False] - want).max() > 5
+
+
+def test_data_resize_reaches_the_images_and_leaves_the_names_of_runs_and_caches_without_it_alone() -> None:
+    plain, pillow = compose([*FAST, "model.image_size=14"]), compose([*FAST, "model.image_size=14", "data.resize=pillow"])
+    assert identity(plain) != identity(pillow)
+    data = load_dataset("folder", SMALL_DATA)
+    one, other = (ImageTask.of(config, data, torch.device("cpu"), torch.float32) for config in (plain, pillow))
+    assert "pillow" not in one.key and "once" not in one.key and one.key != other.key
+    (a, labels), (b, _) = (task.batch(task.samples(data.val), torch.arange(8)) for task in (one, other))
+    assert len(labels) == 8 and not torch.equal(a, b) and torch.allclose(a, b, atol=0.2)
 
 
 def test_a_resize_matrix_keeps_constants() -> None:

@@ -78,12 +78,28 @@ def test_iid_sizes_and_classes_differ_by_at_most_one(counts: list[int], clients:
 
 @settings(max_examples=60, deadline=None)
 @given(alpha=st.sampled_from([1e-6, 1e-2, 0.3, 1.0, 100.0, 1e6]), clients=st.integers(1, 25), seed=st.integers(0, 2**31))
-def test_dirichlet_is_complete_disjoint_and_of_equal_sizes(alpha: float, clients: int, seed: int) -> None:
-    labels = np.repeat(np.arange(6), [50, 40, 30, 20, 10, 5])
-    shards = partition(labels, clients, "dirichlet", alpha=alpha, seed=seed)
+@pytest.mark.parametrize("scheme", ["dirichlet", "dirichlet_balanced"])
+def test_dirichlet_is_complete_disjoint_and_of_equal_sizes(scheme: str, alpha: float, clients: int, seed: int) -> None:
+    labels = np.repeat([0, 1, 2, 3, 5, 9], [50, 40, 30, 20, 10, 5])
+    shards = partition(labels, clients, scheme, alpha=alpha, seed=seed)
     assert is_a_partition(shards, len(labels))
     sizes = [len(s) for s in shards]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_in_the_balanced_scheme_no_client_gets_what_the_others_leave() -> None:
+    """With a large alpha every client draws nearly the mixture of all, but in turn-taking the last ones cannot have it."""
+
+    def worst(scheme: str, alpha: float) -> float:
+        table = label_counts(CIFAR_LABELS, partition(CIFAR_LABELS, 50, scheme, alpha=alpha)) / 1000
+        return float(np.abs(table - 1 / 100).sum(1).max() / 2)
+
+    assert worst("dirichlet_balanced", 1e4) < 0.1
+    assert worst("dirichlet", 1e4) > 0.4
+    distances = [
+        partition_stats(CIFAR_LABELS, partition(CIFAR_LABELS, 50, "dirichlet_balanced", alpha=a)).tv_distance for a in (1e3, 1.0, 0.1)
+    ]
+    assert distances[0] < 0.3 and distances[1] > 0.7 and distances[2] >= distances[1]
 
 
 @pytest.mark.parametrize("clients", [10, 100])
@@ -133,6 +149,7 @@ def test_a_registered_scheme_gets_the_options_that_it_names(monkeypatch: pytest.
         ({"clients": 10, "scheme": "classes"}, ">= 1"),
         ({"clients": 100, "scheme": "classes", "classes_per_client": 10}, "more samples"),
         ({"clients": 10, "scheme": "dirichlet"}, "> 0"),
+        ({"clients": 10, "scheme": "dirichlet_balanced"}, "> 0 for data.partition=dirichlet"),
         ({"clients": 10, "scheme": "dirichlet", "alpha": -1.0}, "> 0"),
         ({"clients": 0}, ">= 1"),
         ({"clients": 10, "scheme": "shards"}, "iid"),

@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlens.errors import UserError
@@ -69,9 +72,15 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().clone().view(torch.int32)  # tells 0.0 from -0.0, and nan from nan
 
 
+def masks_of(optimizer: SparseSGDM) -> list[Tensor]:
+    """The mask of each parameter, in order."""
+    state = optimizer.state_dict()["state"]
+    return [state[i]["mask"] for i in range(len(state))]
+
+
 def velocity(optimizer: SparseSGDM, p: Tensor) -> Tensor:
     """Momentum in the shape of the parameter, however it is held."""
-    held, saved = optimizer.state[p]["momentum_buffer"], optimizer.state_dict()["masks"]
+    held, saved = optimizer.state[p]["momentum_buffer"], masks_of(optimizer)
     if held.shape == p.shape:
         return held.clone()
     mask = saved[next(i for i, q in enumerate(q for group in optimizer.param_groups for q in group["params"]) if q is p)]
@@ -241,8 +250,8 @@ def wrong(**change: Any) -> dict[str, Tensor]:
 
 BAD_NAMED: list[tuple[Any, str]] = [
     (wrong(**{"1_weight": None}), r"masks\['1.weight'\] must be torch.bool of shape \(3, 4\), got NoneType"),
-    (wrong(**{"0_weight": torch.ones(4, 5)}), r"masks\['0.weight'\] must be torch.bool of shape \(4, 5\), got torch.float32"),
-    (wrong(**{"0_weight": torch.ones(4, 5, dtype=torch.uint8)}), r"torch.uint8 of shape"),
+    (wrong(**{"0_weight": torch.full((4, 5), 0.5)}), r"masks\['0.weight'\] must be torch.bool of shape \(4, 5\), got torch.float32"),
+    (wrong(**{"0_weight": torch.full((4, 5), 2, dtype=torch.uint8)}), r"torch.uint8 of shape"),
     (wrong(**{"0_bias": torch.ones(1, dtype=torch.bool)}), r"masks\['0.bias'\] must be torch.bool of shape \(4,\), got .*\(1,\)"),
     (wrong(**{"0_bias": True}), r"masks\['0.bias'\] must be .*, got bool"),
     (Named(wrong(**{"1_bias": None})), r"masks\['1.bias'\] must be .*, got NoneType"),
@@ -274,15 +283,45 @@ def test_new_masks_that_do_not_fit_are_refused_and_change_nothing() -> None:
     optimizer = SparseSGDM(params, 0.1, masks=[torch.zeros(3, dtype=torch.bool), torch.ones(4, dtype=torch.bool)])
     with pytest.raises(UserError, match=r"masks\[1\]"):
         optimizer.set_masks([torch.ones(3, dtype=torch.bool), torch.ones(5, dtype=torch.bool)])
-    assert [int(m.sum()) for m in optimizer.state_dict()["masks"]] == [0, 4]
+    assert [int(m.sum()) for m in masks_of(optimizer)] == [0, 4]
     assert [p.requires_grad for p in params] == [False, True]
 
 
-def test_a_group_added_later_would_have_no_mask_and_is_refused() -> None:
+def test_a_group_may_be_added_later_with_masks_or_without() -> None:
+    """As in torch, and as if the group had been there from the start."""
+    first, second, third = (tensors([(20, 30), (7,)], seed) for seed in (0, 1, 2))
+    masks = bernoulli(second, 0.1)
+    optimizer = SparseSGDM(first, 0.1)
+    optimizer.add_param_group({"params": second, "lr": 0.3, "masks": masks})
+    optimizer.add_param_group({"params": third})
+    assert [set(group) - set(optimizer.defaults) for group in optimizer.param_groups] == [{"params"}] * 3
+    copies = [tensors([(20, 30), (7,)], seed) for seed in (0, 1, 2)]
+    groups = [{"params": copies[0]}, {"params": copies[1], "lr": 0.3}, {"params": copies[2]}]
+    whole = SparseSGDM(groups, 0.1, masks=[*ones(first), *masks, *ones(third)])
+    for each in (optimizer, whole):
+        train(each, 5)
+    assert same([*first, *second, *third], [p for group in copies for p in group])
+
+
+def test_a_group_added_later_whose_masks_do_not_fit_is_refused_and_changes_nothing() -> None:
     optimizer = SparseSGDM(tensors([(3,)]), 0.1)
-    with pytest.raises(UserError, match="param_group"):
-        optimizer.add_param_group({"params": tensors([(4,)])})
-    assert len(optimizer.param_groups) == 1
+    for masks in ([torch.ones(3, dtype=torch.bool)], [], {"x": torch.ones(4, dtype=torch.bool), "y": torch.ones(4, dtype=torch.bool)}):
+        with pytest.raises(UserError, match="masks"):
+            optimizer.add_param_group({"params": tensors([(4,)]), "masks": masks})
+    with pytest.raises(UserError, match="lr must be"):
+        optimizer.add_param_group({"params": tensors([(4,)]), "lr": -1.0})
+    assert len(optimizer.param_groups) == 1 and len(masks_of(optimizer)) == 1
+
+
+def test_masks_may_be_numbers_that_are_0_or_1() -> None:
+    ours, theirs = tensors(), tensors()
+    masks = bernoulli(ours, 0.4)
+    train(SparseSGDM(ours, 0.1, masks=[m.float() for m in masks]), 5)
+    train(SparseSGDM(theirs, 0.1, masks=masks), 5)
+    assert same(ours, theirs)
+    for value in (0.5, 2.0, float("nan")):
+        with pytest.raises(UserError, match=r"masks\[0\] must be torch.bool of shape \(3,\), got torch.float32 .* other than 0 and 1"):
+            SparseSGDM(tensors([(3,)]), 0.1, masks=[torch.tensor([0.0, 1.0, value])])
 
 
 def test_changing_the_given_mask_afterwards_changes_nothing() -> None:
@@ -292,7 +331,7 @@ def test_changing_the_given_mask_afterwards_changes_nothing() -> None:
     optimizer = SparseSGDM(params, 0.1, masks=masks)
     for m in masks:
         m.fill_(True)
-    assert all(torch.equal(a, b) for a, b in zip(optimizer.state_dict()["masks"], kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masks_of(optimizer), kept, strict=True))
 
 
 # 4. tensors without an active entry
@@ -462,7 +501,7 @@ def test_resume_goes_on_bit_identically_and_brings_the_masks(density: float, car
     copies = [p.detach().clone().requires_grad_() for p in params]
     resumed = SparseSGDM(copies, 1.0)  # other options, no masks: all come from the state
     resumed.load_state_dict(carry(optimizer.state_dict()))
-    assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict()["masks"], bernoulli(params, density), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masks_of(resumed), bernoulli(params, density), strict=True))
     assert [p.requires_grad for p in copies] == [p.requires_grad for p in params]
     for o in (optimizer, resumed):  # in turn: neither may write into the other's momentum
         train(o, 7, seed=5)
@@ -494,8 +533,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     a, b = tensors([(3,), (4, 5)])
     with pytest.raises(ValueError, match="group"):
         SparseSGDM([{"params": [a]}, {"params": [b]}], 0.1).load_state_dict(saved)
-    with pytest.raises(UserError, match="without masks"):
-        SparseSGDM([a], 0.1).load_state_dict(torch.optim.SGD([a], 0.1).state_dict())
 
 
 # 9. options
@@ -567,3 +604,169 @@ def test_a_copy_goes_on_as_the_original_does() -> None:
     train(other, 3)
     copied = [p for group in other.param_groups for p in group["params"]]
     assert same(params, copied) and all(a is not b for a, b in zip(params, copied, strict=True))
+
+
+# 11. where torch's own SGD is expected
+
+
+def small() -> tuple[nn.Module, SparseSGDM]:
+    """A model of which one tensor is paused, one is held by index, one densely and one whole."""
+    model = net()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    masks = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    masks["0.weight"][0, 0] = True
+    masks["1.weight"][:, :2] = True
+    masks["1.bias"][:] = True
+    return model, SparseSGDM(model.named_parameters(), 0.1, masks=masks)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    g = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 5, generator=g)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["into the same masks", "into no masks"])
+def test_distributed_checkpoint_s_functions_carry_masks_and_momentum(masked: bool) -> None:
+    model, optimizer = small()
+    fit(model, optimizer)
+    saved = through_a_file(get_optimizer_state_dict(model, optimizer))
+    other, resumed = small() if masked else (net(), None)
+    resumed = resumed or SparseSGDM(list(reversed(list(other.named_parameters()))), 1.0)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved)
+    assert {name: p.requires_grad for name, p in other.named_parameters()} == {n: p.requires_grad for n, p in model.named_parameters()}
+    fit(model, optimizer)
+    fit(other, resumed)
+    assert same(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_on_disk_is_loaded_in_place(tmp_path: Path) -> None:
+    model, optimizer = small()
+    fit(model, optimizer)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = small()
+    other.load_state_dict(model.state_dict())
+    state = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, resumed, state["optimizer"])
+    fit(model, optimizer)
+    fit(other, resumed)
+    assert same(list(model.parameters()), list(other.parameters()))
+
+
+def test_masks_that_torch_leaves_out_of_a_state_are_missed() -> None:
+    """set_optimizer_state_dict drops the state of a tensor that is paused where it is loaded."""
+    model, optimizer = small()
+    optimizer.set_masks(None)
+    fit(model, optimizer)
+    saved = get_optimizer_state_dict(model, optimizer)
+    other, paused = small()
+    with pytest.raises(UserError, match="lacks masks"):
+        set_optimizer_state_dict(other, paused, saved)
+    assert not other.get_parameter("0.bias").requires_grad
+
+
+def test_compact_momentum_without_its_mask_is_refused() -> None:
+    model, optimizer = small()
+    fit(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    with pytest.raises(UserError, match="momentum"):
+        set_optimizer_state_dict(*small(), saved, options=flat)
+
+
+def test_a_state_of_version_0_2_with_masks_at_the_top_is_loaded() -> None:
+    model, optimizer = small()
+    fit(model, optimizer)
+    state = optimizer.state_dict()
+    masks = [state["state"][i].pop("mask") for i in range(4)]
+    old = {"state": {i: s for i, s in state["state"].items() if s}, "param_groups": state["param_groups"], "masks": masks}
+    for group in old["param_groups"]:
+        for name in set(group) - {"params", "param_names", "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}:
+            del group[name]
+    other = net()
+    resumed = SparseSGDM(other.named_parameters(), 1.0)
+    resumed.load_state_dict(old)
+    other.load_state_dict(model.state_dict())
+    fit(model, optimizer)
+    fit(other, resumed)
+    assert same(list(model.parameters()), list(other.parameters()))
+    with pytest.raises(UserError, match="masks"):
+        resumed.load_state_dict({**old, "masks": masks[:2]})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_state_of_torch_sgd_is_loaded_and_the_masks_stay(momentum: float) -> None:
+    params = tensors()
+    sgd = torch.optim.SGD(params, 0.3, momentum=momentum, foreach=True, fused=None)
+    train(sgd, 3)
+    copies, masks = [p.detach().clone().requires_grad_() for p in params], bernoulli(params, 0.1)
+    optimizer = SparseSGDM(copies, 0.1, masks=masks)
+    optimizer.load_state_dict(sgd.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.3 and not optimizer.param_groups[0]["foreach"]
+    train(sgd, 1, seed=5)
+    g = torch.Generator().manual_seed(5)
+    for p in copies:
+        grad = torch.randn(p.shape, generator=g)
+        p.grad = grad if p.requires_grad else None
+    optimizer.step()
+    for p, copied, mask in zip(params, copies, masks, strict=True):
+        assert torch.equal(bits(p)[mask], bits(copied)[mask])
+    wrong = sgd.state_dict()
+    wrong["state"] = {2: {"momentum_buffer": torch.ones(5)}}
+    with pytest.raises(UserError, match="momentum"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_a_hook_may_change_a_state_before_it_is_loaded() -> None:
+    (a,) = tensors([(6,)])
+    optimizer = SparseSGDM([a], 0.1)
+    mask = torch.arange(6) < 1
+    for at_the_top in (False, True):
+
+        def add_mask(_: Any, state: dict[str, Any], at_the_top: bool = at_the_top) -> dict[str, Any]:
+            return {**state, "masks": [mask]} if at_the_top else {**state, "state": {0: {"mask": mask}}}
+
+        optimizer.set_masks(None)
+        handle = optimizer.register_load_state_dict_pre_hook(add_mask)
+        optimizer.load_state_dict(torch.optim.SGD([a], 0.1).state_dict())
+        handle.remove()
+        assert torch.equal(masks_of(optimizer)[0], mask)
+
+
+def test_maximize_is_torch_s() -> None:
+    ours, theirs = tensors(), tensors()
+    train(SparseSGDM(ours, 0.05, maximize=True, foreach=None, fused=False, differentiable=False), 5)
+    train(torch.optim.SGD(theirs, 0.05, momentum=0.9, maximize=True), 5)
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "differentiable"])
+def test_implementations_of_torch_sgd_that_do_not_know_masks_are_refused(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option} must be False or None"):
+        SparseSGDM(tensors(), 0.1, **{option: True})
+    with pytest.raises(UserError, match=option):
+        SparseSGDM([{"params": tensors(), option: True}], 0.1)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.1])
+def test_a_sparse_gradient_is_refused_under_a_mask_before_anything_moves(density: float) -> None:
+    other, weight = tensors([(3,), (10, 4)])
+    mask = bernoulli([weight], density)[0]
+    optimizer = SparseSGDM([other, weight], 0.1, momentum=0.0, masks=[torch.ones(3, dtype=torch.bool), mask])
+    before = [p.detach().clone() for p in (other, weight)]
+    other.grad = torch.ones(3)
+    if weight.requires_grad:
+        nn.functional.embedding(torch.tensor([1, 2]), weight, sparse=True).sum().backward()
+    if density in (0.0, 1.1):  # no entry active, or all: as in torch
+        optimizer.step()
+        assert torch.equal(weight[0], before[1][0]) and bool((weight[1] != before[1][1]).all()) == (density > 1)
+        return
+    for act in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(UserError, match=r"parameter 1: .*sparse=False"):
+            act()
+    assert same(before, [other, weight]) and not optimizer.state

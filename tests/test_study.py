@@ -142,7 +142,7 @@ def test_the_full_study_is_all_the_others_but_the_hand_in_the_quick_one_and_the_
         ("tables: [{name: a, evaluations: 0}]", "evaluations of a must be a whole number >= 1, got 0."),
         ("where: {here: []}\ntables: [{name: a, local_steps_in_all: {there: 5}}]", "there"),
         ("tables: [{name: a, cases: {IID: []}, special: [{case: IDD, set: []}]}]", "fits no run"),
-        ("seeds: 2.5\ntables: [{name: a}]", "seeds must be a number of seeds, or a list of seeds >= 0, got 2.5."),
+        ("seeds: 2.5\ntables: [{name: a}]", "seeds must be a number of seeds, or a list of seeds >= 0; at most 1000, got 2.5."),
         ("include: [quick]\nseeds: 1", "seeds"),
         ("include: [quick, quick]", "two tables are called"),
         ("tables: [{name: a, grid: {model.weights: [a/w.pth, b/w.pth]}}]", "only in the folder"),

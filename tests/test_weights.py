@@ -1,6 +1,7 @@
 """Checkpoints in every layout people have, loaded strictly; the public download against local files."""
 
 import hashlib
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from fedlens.errors import UserError
 from fedlens.models import SHAPES, create_model, weights
-from fedlens.models.convert import as_vit16, resampled_positions, resized_kernel
 from fedlens.models.vit import ViT, ViTShape
 from fedlens.models.weights import PublicFile, load_weights, read_tensors
 
+CONVERT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "dino_from_dinov2.py"))  # its functions; nothing is converted
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SHAPE = ViTShape(patch=8, dim=24, depth=2, heads=2, image_size=32)
 
@@ -312,7 +313,7 @@ def test_without_its_layer_scale_a_converted_model_computes_what_it_did() -> Non
             if name.endswith("gamma"):
                 param.uniform_(-2, 2, generator=torch.Generator().manual_seed(0))
     plain = ViT(replace(shape, layer_scale=False), 3)
-    found = as_vit16({**scaled.state_dict(), "mask_token": torch.zeros(1, 24)}, patch=8, image_size=32)
+    found = CONVERT["as_vit16"]({**scaled.state_dict(), "mask_token": torch.zeros(1, 24)}, patch=8, image_size=32)
     plain.load_state_dict(found)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(plain(images), scaled(images), atol=1e-5)
@@ -322,20 +323,20 @@ def test_a_resized_kernel_says_of_an_enlarged_patch_what_the_old_one_said_of_the
     rng = torch.Generator().manual_seed(0)
     kernel, x = torch.randn(5, 3, 14, 14, generator=rng, dtype=torch.float64), torch.randn(4, 3, 14, 14, generator=rng, dtype=torch.float64)
     larger = torch.nn.functional.interpolate(x, size=(16, 16), mode="bilinear", align_corners=False)
-    resized = resized_kernel(kernel, 16)
+    resized = CONVERT["resized_kernel"](kernel, 16)
     assert resized.shape == (5, 3, 16, 16)
     assert torch.allclose(torch.einsum("dcij,ncij->nd", resized, larger), torch.einsum("dcij,ncij->nd", kernel, x))
 
 
 def test_resampled_positions_keep_the_class_token_and_a_constant_grid() -> None:
     positions = torch.cat([torch.full((1, 1, 4), 7.0), torch.full((1, 37**2, 4), 3.0)], dim=1).double()
-    found = resampled_positions(positions, 14)
+    found = CONVERT["resampled_positions"](positions, 14)
     assert found.shape == (1, 197, 4) and bool((found[:, 0] == 7).all()) and torch.allclose(found[:, 1:], torch.tensor(3.0).double())
 
 
 def test_a_checkpoint_of_something_else_is_not_converted() -> None:
     with pytest.raises(UserError, match="convert"):
-        as_vit16({"conv1.weight": torch.zeros(1)})
+        CONVERT["as_vit16"]({"conv1.weight": torch.zeros(1)})
 
 
 @pytest.mark.realdata

@@ -18,6 +18,7 @@ from fedlens.errors import UserError, bad_value, unknown
 from fedlens.registry import registry
 
 CONF = Path(__file__).parent / "conf"
+MOST = 1_000_000  # bound of counts that memory grows with
 ENGINES = ("auto", "sequential", "threaded", "cohort")
 
 
@@ -75,7 +76,7 @@ class Key:
             elif low is not None:
                 text = f"{'>=' if self.ge is not None else '>'} {low:g}"
             else:
-                text = ""
+                text = "a mapping" if isinstance(self.default, dict) else ""
         if self.is_list and text:
             text = f"a list of values {text}" if not self.one_of else f"a list of any of {', '.join(self.names)}"
         return f"{text} or null" if self.nullable and text else text
@@ -84,8 +85,10 @@ class Key:
         """Return True if the value is in the key's range."""
         if value is None:
             return self.nullable
+        if isinstance(self.default, list | dict) and not isinstance(value, type(self.default)):  # from an interpolation
+            return False
         if self.is_list:
-            return all(self._holds(item) for item in value)
+            return all(not isinstance(item, list | dict) and self._holds(item) for item in value)
         return self._holds(value)
 
     def _holds(self, value: Any) -> bool:
@@ -120,10 +123,11 @@ class DataConfig:
     val_fraction: float = key(0.1, "share of the training set, stratified, held out for validation", ge=0, lt=1)
     partition: str = key("iid", "how training samples are split over clients", one_of="partition", when="trainer=federated")
     classes_per_client: int | None = key(None, "Nc, classes per client", ge=1, when="data.partition=classes")
-    alpha: float | None = key(None, "concentration: the smaller, the more unequal the clients", gt=0, when="data.partition=dirichlet")
-    crop: int = key(0, "black border in pixels before a random crop", ge=0)
+    alpha: float | None = key(None, "concentration: the smaller, the more unequal the clients", gt=0, when="data.partition=dirichlet…")
+    resize: str = key("once", "clipping: once after resizing, or like Pillow after each pass", one_of=("once", "pillow"), since="0.3")
+    crop: int = key(0, "black border in pixels before a random crop", ge=0, le=4096)
     flip: bool = key(True, "mirror half of the training images, left to right")
-    randaugment: int = key(0, "random operations per training image (RandAugment)", ge=0)
+    randaugment: int = key(0, "random operations per training image (RandAugment)", ge=0, le=100)
     randaugment_magnitude: float = key(0.3, "strength of those operations", ge=0, le=1, when="data.randaugment > 0")
 
 
@@ -131,7 +135,7 @@ class DataConfig:
 class ModelConfig:
     name: str = key("tiny", "backbone: a ViT of fedlens, timm:NAME or hf:NAME; model=NAME also sets what suits it")
     weights: str | None = key("pretrained", "initial weights: null (random), pretrained, or the path of a checkpoint")
-    image_size: int = key(28, "height and width in pixels that images are resized to", ge=1)
+    image_size: int = key(28, "height and width in pixels that images are resized to", ge=1, le=4096)
     dropout: float = key(0.0, "dropout rate on the features, before the head", ge=0, lt=1)
     freeze_blocks: int = key(0, "blocks from below, and the embedding, that do not train", ge=0)
     freeze_backbone: bool = key(False, "train the head only")
@@ -145,7 +149,7 @@ class OptimConfig:
     dampening: float = key(0.0, "dampening of momentum, as in torch.optim.SGD", ge=0, le=1)
     nesterov: bool = key(False, "Nesterov momentum")
     weight_decay: float = key(0.0, "L2 penalty, added to the gradient", ge=0)
-    batch_size: int = key(64, "B, samples per step", ge=1)
+    batch_size: int = key(64, "B, samples per step", ge=1, le=MOST)
     clip_norm: float | None = key(None, "gradients longer than this are scaled down to it; null: never", gt=0)
     schedule: str = key("cosine", "learning-rate schedule over the steps or rounds of a run", one_of="schedule")
     warmup: float = key(0.0, "share of the run over which the rate rises from zero", ge=0, lt=1)
@@ -162,7 +166,7 @@ class TrainConfig:
     precision: str = key("auto", "number type of forward and backward passes", one_of=("auto", "fp32", "bf16", "fp16"))
     compile: bool = key(False, "torch.compile: a slower start, then faster steps on a GPU")
     chunk: int | None = key(None, "samples at once within a step; null: as many as fit", ge=1, since="0.2", when="trainer=centralized")
-    eval_batch_size: int = key(256, "samples at once in evaluation and for features", ge=1)
+    eval_batch_size: int = key(256, "samples at once in evaluation and for features", ge=1, le=MOST)
     select: str = key(
         "best",
         "final model: the best on validation of those trained (best), or also the start, the head alone (best_or_start)",
@@ -183,9 +187,9 @@ class TrainConfig:
 
 @dataclass
 class FederatedConfig:
-    clients: int = key(100, "K, clients in all", ge=1)
+    clients: int = key(100, "K, clients in all", ge=1, le=MOST)
     participation: float = key(0.1, "C, share of the clients that a round samples", gt=0, le=1)
-    local_steps: int = key(4, "J, local steps per client and round", ge=1)
+    local_steps: int = key(4, "J, local steps per client and round", ge=1, le=MOST)
     rounds: int = key(60, "R, rounds", ge=1)
     algorithm: str = key("fedavg", "what a round does with the clients' steps", one_of="algorithm")
     algorithm_options: dict[str, Any] = key({}, "options of the algorithm, checked against its fields", since="0.3")
@@ -461,8 +465,8 @@ def upgraded(plain: Mapping[str, Any]) -> dict[str, Any]:
     new = {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
     for path, (place, rule, default) in MOVED.items():
         section, _, name = path.partition(".")
-        values = new.get(section) or {}
-        if name in values:
+        values = new.get(section)
+        if isinstance(values, dict) and name in values:
             value = values.pop(name)
             if values.get(CHOSEN_BY[section], rule) == rule and value != default:
                 options = place.split(".")[1]

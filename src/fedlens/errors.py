@@ -1,7 +1,8 @@
 """The errors that users see: one line that says what is wrong, what was expected and how to fix it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -24,6 +25,36 @@ def unknown(field: str, name: str, known: Iterable[str]) -> UserError:
     listed = ", ".join(names) if len(names) <= 20 else ", ".join(near or names[:20]) + ", …"
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return UserError(f"{field} must be one of {listed}; got {name!r}.{hint}")
+
+
+def printable(text: str) -> str:
+    """Return a text as one line, with control characters and what is not UTF-8 as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def check_utf8(name: object, field: str) -> None:
+    """Raise for a name that is not UTF-8: reports, logs and JSON could not hold it."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{field}: {printable(str(name))} is not UTF-8; rename it.") from None
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Report a failure of the operating system, or memory that runs out, as one line."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        reason = first_line(error)
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, BrokenPipeError):
+            raise Elsewhere(f"{error.filename or 'a file or standard output'}: {error.strerror.lower()}.") from error
+        if isinstance(error, RecursionError):
+            raise UserError("a value, or the content of a file, is nested too deeply.") from error
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in reason:
+            fix = "try a smaller optim.batch_size, train.eval_batch_size or model.image_size; earlier checkpoints are intact"
+            raise UserError(f"device: out of memory; {fix} ({reason})") from error
+        raise
 
 
 def first_line(error: BaseException) -> str:

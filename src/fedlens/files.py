@@ -7,32 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedlens.errors import Elsewhere
-
-FIXED_BY_USER = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EFBIG,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.ENOENT,  # a place such as /proc, where nothing can be created, or a folder that was removed
-)
+from fedlens.errors import Elsewhere, first_line
 
 
 @contextmanager
-def disk_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Report a full or read-only disk as one line. `also`: further exceptions of a library that writes by itself."""
+def disk_errors(path: Path, *also: type[Exception], run: bool = True) -> Iterator[None]:
+    """Report a file that cannot be written as one line. `also`: exceptions of a library that writes by itself. `run`: of a run."""
     try:
         yield
-    except OSError as error:
-        if error.errno in FIXED_BY_USER:
-            reason = (error.strerror or "write failed").lower()
-            raise Elsewhere(f"run.dir: {path} cannot be written: {reason}; earlier checkpoints are intact") from None
-        raise
-    except also as error:
-        raise Elsewhere(f"run.dir: {path} cannot be written: {str(error).splitlines()[0]}; earlier checkpoints are intact") from None
+    except (OSError, *also) as error:  # type: ignore[misc]  # mypy cannot unpack it
+        reason = first_line(error) if not isinstance(error, OSError) or not error.strerror else error.strerror.lower()
+        before, after = ("run.dir: ", "; earlier checkpoints are intact") if run else ("", "")
+        raise Elsewhere(f"{before}{path} cannot be written: {reason}{after}") from None
 
 
 def write_atomic(path: Path, content: str | bytes | Callable[[Path], object], *, mode: int | None = None) -> None:
@@ -41,7 +27,7 @@ def write_atomic(path: Path, content: str | bytes | Callable[[Path], object], *,
     `content` may be a function that writes the file at the path it gets. `mode`: permissions from its first byte on.
     """
     part = path.with_name(path.name + ".part")
-    with disk_errors(path):
+    with disk_errors(path, run=False):
         try:
             if mode is not None:
                 part.unlink(missing_ok=True)

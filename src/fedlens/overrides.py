@@ -80,7 +80,7 @@ def _checked(text: str, value: str) -> str:
     """Return an override whose key and form are valid."""
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:
         raise UserError(f"override: {text!r} is not key=value ({first_line(error)}).") from None
     key = str(parsed.key_or_group)
     if parsed.is_delete() or parsed.is_add() or parsed.is_force_add():
@@ -111,7 +111,7 @@ def _as_text(value: str) -> str:
         value = str(Path(value).expanduser())
     try:
         parsed = OverridesParser.create().parse_override(f"x={value}")
-    except HydraException:
+    except (HydraException, ValueError):  # ValueError: thousands of digits
         return _quoted(value)
     if parsed.is_sweep_override():
         return value
@@ -138,6 +138,8 @@ def compose(overrides: Sequence[str]) -> Config:
     Single values are put on top of what the groups set, as Hydra does; the groups are composed once per process, because a study has
     hundreds of configurations.
     """
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
+        raise UserError(f"overrides must be a list such as ['experiment=centralized', 'seed=3'], got {type(overrides).__name__}.")
     wanted = normalise(_without_unused_options(overrides))
     groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS)
     try:

@@ -1,17 +1,19 @@
 """The command line. Each command is one function; an error that the user can fix is one line on stderr and exit status 2."""
 
 import argparse
+import io
 import logging
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fedlens import __version__
-from fedlens.errors import UserError, first_line
+from fedlens.errors import UserError, check_utf8, first_line, printable, system_errors
 
 log = logging.getLogger("fedlens")
 
@@ -362,8 +364,26 @@ def _register_studies(commands: Commands) -> None:
     c.add_argument("--out", default="results", help="each goes to a folder of its name in this one (default: results)")
 
 
+def _prepare_streams() -> None:
+    """Make all three standard streams usable: the shell may have closed them, and a path may not be UTF-8."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends; the next file would get its number
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_unwritable_output() -> None:
+    """Send what standard output cannot take to /dev/null: Python would fail on it again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
+    _prepare_streams()
     top = parser()
     args, rest = top.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -377,19 +397,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.setLevel(logging.INFO)
         log.propagate = False
     try:
-        status: int = args.call(args)
-        return status
+        with system_errors():
+            for word in sys.argv[1:] if argv is None else argv:
+                check_utf8(word, "argument")
+            status: int = args.call(args)
+            sys.stdout.flush()
+            return status
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
-            raise
-        fix = "try a smaller optim.batch_size, train.eval_batch_size or model.image_size; earlier checkpoints are intact"
-        print(f"error: device: out of memory; {fix} ({first_line(error)})", file=sys.stderr)
+        with suppress(OSError):
+            print(f"error: {printable(str(error))}", file=sys.stderr)
+        _drop_unwritable_output()
         return 2
     except BrokenPipeError:  # the reader of a pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritable_output()
         return 141
     except KeyboardInterrupt:
         again = args.command in ("study", "search")

@@ -143,9 +143,11 @@ def _read_records(layout: Layout, path: Path) -> Split:
 
 def _read_python(layout: Layout, folder: Path) -> Raw:
     names_file = _require(folder / layout.python_names)
-    names = [_decode(name) for name in _field(read_pickle(names_file), layout.names_key, names_file)]
+    names = _field(read_pickle(names_file), layout.names_key, names_file)
+    if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
+        raise UserError(f"{names_file}: {layout.names_key!r} must be a list of class names.")
     train, test = (_join([_read_batch(layout, _require(folder / _python(f))) for f in files]) for files in (layout.train, layout.test))
-    return _raw(layout, train, test, names, names_file)
+    return _raw(layout, train, test, [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names], names_file)
 
 
 def _read_batch(layout: Layout, path: Path) -> Split:
@@ -153,8 +155,8 @@ def _read_batch(layout: Layout, path: Path) -> Split:
     data, labels = _field(batch, "data", path), _field(batch, layout.label_key, path)
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS or not len(data):
         raise UserError(f"{path}: 'data' must be a table of bytes with {PIXELS} columns.")
-    if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(label, int) for label in labels):
-        raise UserError(f"{path}: {layout.label_key!r} must be a list of {len(data)} integers.")
+    if not isinstance(labels, list) or len(labels) != len(data) or any(label not in range(layout.classes) for label in labels):
+        raise UserError(f"{path}: {layout.label_key!r} must be a list of {len(data)} integers from 0 to {layout.classes - 1}.")
     return Split(torch.from_numpy(data).view(-1, 3, 32, 32), check_labels(torch.tensor(labels), layout.classes, path))
 
 
@@ -165,10 +167,6 @@ def _field(batch: Any, key: str, path: Path) -> Any:
             if name in batch:
                 return batch[name]
     raise UserError(f"{path}: must have an entry {key!r}.")
-
-
-def _decode(name: Any) -> str:
-    return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
 
 
 def _join(parts: list[Split]) -> Split:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
     if not alone and (differing := sorted(set(names["train"]) ^ set(names[held_out]))):
         shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
         raise UserError(f"data.root: train/ and {held_out}/ of {root} have different classes: {shown} in one of them only.")
+    stats = {part: [_stat(path) for path in files] for part, files in parts.items()}
     if size is None:
         size = natural_size([(path, str(path)) for path in parts["train"]])
     number = {name: i for i, name in enumerate(names["train"])}
@@ -59,8 +61,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
         cache = default_root() / "folder" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     splits = []
     for part, files in parts.items():
-        stats = [_stat(path) for path in files]
-        prints = [[path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns] for path, s in zip(files, stats, strict=True)]
+        prints = [[path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns] for path, s in zip(files, stats[part], strict=True)]
         images = cached_images(cache, part, prints, ((path, str(path)) for path in files), len(files), size)
         splits.append(Split(images, torch.tensor([number[path.parent.name] for path in files])))
     if alone:
@@ -87,9 +88,12 @@ def _list(part: Path) -> list[Path]:
 
 def _stat(path: Path) -> os.stat_result:
     try:
-        return path.stat()
+        status = path.stat()
     except OSError as error:  # a broken link
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
+    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+        raise UserError(f"{path}: cannot be read (not a file).")
+    return status
 
 
 def natural_size(items: list[Item]) -> int:

@@ -1,6 +1,6 @@
 """Client shards: every scheme assigns each training sample to exactly one client.
 
-iid: stratified. classes: exactly Nc classes per client. dirichlet: class proportions drawn per client (Hsu et al. 2019).
+iid: stratified. classes: exactly Nc classes per client. dirichlet: class proportions drawn per client (Hsu et al. 2019), in turns or balanced.
 A scheme takes (labels, clients, rng) and, if it names them, classes_per_client and alpha; it returns the owner of each sample.
 """
 
@@ -195,25 +195,59 @@ def _pour(rest: Index, amount: int) -> Index:
 
 
 def dirichlet(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None) -> Index:
-    """Make equal sizes, with class proportions per client from Dir(alpha x prior), renormalised as classes run out."""
-    if alpha is None or not alpha > 0 or not np.isfinite(alpha):
-        raise bad_value("data.alpha", alpha, "> 0 for data.partition=dirichlet")
-    counts = np.bincount(y)
-    prior = counts / counts.sum()
-    wanted = np.full(clients, len(y) // clients)
-    wanted[rng.permutation(clients)[: len(y) % clients]] += 1
+    """Make equal sizes, with class proportions per client from Dir(alpha x prior), renormalised as classes run out.
+
+    As in pfl-research, clients draw in turn: the last ones get what is left, whatever their proportions. `dirichlet_balanced` has no turns.
+    """
+    counts, prior, wanted = _dirichlet_sizes(y, clients, rng, alpha)
     left, taken = counts.copy(), np.zeros((clients, len(counts)), np.int64)
     for client in rng.permutation(clients):
-        law = _log_dirichlet(rng, alpha * prior)
+        law = _log_dirichlet(rng, prior)
         while (missing := wanted[client] - taken[client].sum()) > 0:
             still = np.where(left > 0, law, -np.inf)
             share = np.exp(still - still.max())  # renormalised over the classes that are left
             drawn = np.minimum(rng.multinomial(missing, share / share.sum()), left)
             taken[client] += drawn
             left -= drawn
+    return _owners(y, taken, rng)
+
+
+def dirichlet_balanced(y: Index, clients: int, rng: np.random.Generator, *, alpha: float | None = None) -> Index:
+    """Make equal sizes, with class proportions per client from Dir(alpha x prior), all fitted at once to the class counts."""
+    y = np.unique(y, return_inverse=True)[1]
+    counts, prior, wanted = _dirichlet_sizes(y, clients, rng, alpha)
+    share = np.stack([_log_dirichlet(rng, prior) for _ in range(clients)])  # [clients, classes], logarithms
+    for _ in range(100):  # Sinkhorn: scale rows to the clients' sizes, then columns to the class counts
+        for axis, target in ((1, np.maximum(wanted, 1e-9)[:, None]), (0, counts)):
+            share -= share.max(axis, keepdims=True)
+            share += np.log(target / np.exp(share).sum(axis, keepdims=True))
+    edges = np.rint(np.cumsum(np.exp(share), 0)).astype(np.int64)
+    edges[-1] = counts
+    taken = np.diff(edges, axis=0, prepend=0)  # exact per class; client sizes are still a few samples off
+    over = taken.sum(1) - wanted
+    givers, takers = (np.repeat(np.arange(clients), excess.clip(0)) for excess in (over, -over))
+    for giver, taker in zip(rng.permutation(givers), takers, strict=True):
+        c = np.where(taken[giver] > 0, share[taker], -np.inf).argmax()  # the class that suits the taker best
+        taken[giver, c] -= 1
+        taken[taker, c] += 1
+    return _owners(y, taken, rng)
+
+
+def _dirichlet_sizes(y: Index, clients: int, rng: np.random.Generator, alpha: float | None) -> tuple[Index, NDArray[np.float64], Index]:
+    """Return samples per class, alpha x prior, and samples per client."""
+    if alpha is None or not alpha > 0 or not np.isfinite(alpha):
+        raise bad_value("data.alpha", alpha, "> 0 for data.partition=dirichlet")
+    counts = np.bincount(y)
+    wanted = np.full(clients, len(y) // clients)
+    wanted[rng.permutation(clients)[: len(y) % clients]] += 1
+    return counts, alpha * (counts / counts.sum()), wanted
+
+
+def _owners(y: Index, taken: Index, rng: np.random.Generator) -> Index:
+    """Return the owner of each sample, drawn so that each client has `taken` [clients, classes] samples."""
     owner = np.empty(len(y), np.int64)
     order = np.lexsort((rng.random(len(y)), y))
-    owner[order] = np.repeat(np.tile(np.arange(clients), len(counts)), taken.T.ravel())
+    owner[order] = np.repeat(np.tile(np.arange(len(taken)), taken.shape[1]), taken.T.ravel())
     return owner
 
 
@@ -227,6 +261,7 @@ def _log_dirichlet(rng: np.random.Generator, concentration: NDArray[np.float64])
 
 
 SCHEMES: Registry[Callable[..., Index]] = Registry("partition", iid, dirichlet, supplied=("classes_per_client", "alpha"))
+SCHEMES.register(dirichlet_balanced)
 SCHEMES.register(by_classes, "classes")
 
 

@@ -75,24 +75,26 @@ def read_pickle(path: Path) -> Any:
     """Return the file's dictionaries, lists, numbers, strings (bytes from Python 2) and numeric arrays; raise for anything else."""
     try:
         with path.open("rb") as file:
-            return _plain(_Unpickler(file, encoding="bytes").load())
+            return _plain(_Unpickler(file, encoding="bytes").load(), {})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle raises errors of any type
         raise UserError(f"{path}: must be a readable pickle of plain data ({first_line(error)}).") from error
 
 
-def _plain(value: Any) -> Any:
-    """Return the value with stand-ins replaced by arrays."""
+def _plain(value: Any, done: dict[int, Any]) -> Any:
+    """Return the value with stand-ins replaced by arrays. `done`: results by id, since a list may refer to another many times."""
+    if id(value) in done:
+        return done[id(value)]
     match value:
         case _Array():
-            return value.to_numpy()
+            return done.setdefault(id(value), value.to_numpy())
         case dict():
-            return {_plain(k): _plain(v) for k, v in value.items()}
+            return done.setdefault(id(value), {_plain(k, done): _plain(v, done) for k, v in value.items()})
         case list():
-            return [_plain(v) for v in value]
+            return done.setdefault(id(value), [_plain(v, done) for v in value])
         case tuple():
-            return tuple(_plain(v) for v in value)
+            return done.setdefault(id(value), tuple(_plain(v, done) for v in value))
         case None | bool() | int() | float() | str() | bytes():
             return value
     raise ValueError(f"unsupported type {type(value).__name__}")

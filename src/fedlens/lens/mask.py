@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
-from fedlens.files import write_atomic
+from fedlens.files import disk_errors, write_atomic
 from fedlens.lens.space import ParamSpace, misfits
 
 BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)  # the first coordinate is the highest bit of a byte
@@ -162,11 +162,9 @@ class Mask:
         tensors = {"mask": pack_bits(self.vector), "eligible": pack_bits(self.eligible)}
         shapes = list(self.space.shapes.items())
         metadata = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
-        try:
+        with disk_errors(path, SafetensorError, run=False):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, lambda part: save_file(tensors, part, {"fedlens.mask": json.dumps(metadata)}))
-        except (OSError, SafetensorError, UserError) as error:
-            raise UserError(f"mask: {path} cannot be written ({first_line(error)[:120]}).") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Mask":

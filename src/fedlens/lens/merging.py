@@ -6,7 +6,7 @@ A rule's keyword-only parameters are its options, except those in CONTEXT, which
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any
@@ -177,10 +177,14 @@ def merge(
 
     `weights` (sample counts) default to ones. `fishers`: one sensitivity per task vector, flat or name -> tensor; missing names count as 0.
     """
-    vectors = list(task_vectors)
+    vectors = list(task_vectors) if isinstance(task_vectors, Iterable) else [task_vectors]
     if not vectors:
         raise UserError("merge needs at least one task vector, got no task vectors.")
-    check_options("merge options", rule, options, options_of(RULES.choose(rule, "merge rule"), ("sizes",)))
+    if other := next((type(each).__name__ for each in vectors if not isinstance(each, TaskVector)), None):
+        raise UserError(f"merge needs a list of task vectors, got {other}; fl.TaskVector.between(start, end) makes one of two state dicts.")
+    check_options("merge options", rule, options, options_of(RULES.choose(str(rule), "merge rule"), ("sizes",)))
+    if own := {name: value for name, value in options.items() if name not in CONTEXT}:
+        check_merge(rule, own)
     space = vectors[0].space
     rows = torch.stack([vectors[0].aligned(v) for v in vectors])  # [n, P]
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # sums weighted by sample counts overflow half precision

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
-from fedlens.files import write_atomic
+from fedlens.files import disk_errors, write_atomic
 from fedlens.lens.mask import MaskLike, pack_bits, unpack_bits
 from fedlens.lens.space import ParamSpace
 
@@ -159,11 +159,9 @@ class TaskVector:
         names = json.dumps(list(self.space.shapes.items()))
         metadata = {"format": FORMAT, "encoding": "sparse" if sparse else "dense", "space": names, "sha256": _digest(names, vector)}
         metadata |= {"origins": json.dumps(sorted(self.origins))} if self.origins else {}
-        try:
+        with disk_errors(path, SafetensorError, run=False):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, lambda part: save_file(tensors, part, metadata))
-        except (OSError, SafetensorError, UserError) as error:
-            raise UserError(f"task vector: {path} cannot be written: {first_line(error)}.") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "TaskVector":
@@ -202,7 +200,10 @@ def check_fits(space: ParamSpace, tensors: Mapping[str, Tensor], owner: str, exa
 
 def check_weights(weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
     """Return the weights of task vectors [count] in float64, by default ones; raise for a negative one or all zero."""
-    checked = torch.ones(count, dtype=torch.float64) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    try:
+        checked = torch.ones(count, dtype=torch.float64) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # texts, or lists of several lengths
+        raise bad_value("weights", weights, f"{count} numbers, one per task vector") from None
     if checked.shape != (count,) or not bool((checked.isfinite() & (checked >= 0)).all()) or not bool(checked.any()):
         raise bad_value("weights", checked.tolist(), f"one finite number >= 0 for each of {count} task vectors, not all 0")
     return checked

@@ -89,6 +89,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             state = state[inner]
     if not isinstance(state, Mapping) or not state or not all(isinstance(t, Tensor) for t in state.values()):
         raise UserError(f"model.weights: {path} does not hold a state dict (name -> tensor).")
+    if wrong := next((n for n, t in state.items() if t.layout != torch.strided or t.nbytes > t.untyped_storage().nbytes()), None):
+        raise UserError(
+            f"model.weights: {path} does not hold the numbers of tensor {wrong!r}, which is expanded or sparse; save it with .contiguous()."
+        )
     return {str(name): tensor for name, tensor in state.items()}
 
 

@@ -104,7 +104,7 @@ class RunFolder:
         return folder
 
     def _log_to_file(self) -> None:
-        self._handler = logging.FileHandler(self.path / "log.txt")
+        self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
         self._handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
         log.addHandler(self._handler)
         log.setLevel(logging.INFO)  # runs started from Python write the same log as the command line

@@ -215,6 +215,6 @@ def run_names(study: Metadata) -> Iterator[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with disk_errors(path):
+    with disk_errors(path, run=False):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content)

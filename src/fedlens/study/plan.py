@@ -248,9 +248,9 @@ def _analyses(entries: Any, context: _Context) -> list[Mapping[str, Any]]:
 
 
 def _seeds(value: Any) -> list[int]:
-    seeds = list(range(min(value, MAX_RUNS + 1))) if isinstance(value, int) else value
-    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-        raise bad_value("seeds", value, "a number of seeds, or a list of seeds >= 0")
+    seeds = list(range(min(value, 1001))) if isinstance(value, int) else value
+    if not isinstance(seeds, list) or not 0 < len(seeds) <= 1000 or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+        raise bad_value("seeds", value, "a number of seeds, or a list of seeds >= 0; at most 1000")
     return seeds
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from fedlens.errors import UserError, first_line
+from fedlens.errors import UserError, check_utf8, first_line
 from fedlens.runs.identity import known_by
 from fedlens.runs.store import read_environment, read_metrics, read_summary
 from fedlens.study.plan import cell_label
@@ -275,6 +275,8 @@ def gather(paths: Sequence[str | Path]) -> Gathered:
         study_folders, search_folders = study_folders + of_studies, search_folders + of_searches
         finished = sorted(file.parent for file in path.rglob("summary.json") if (file.parent / "config.yaml").is_file())
         other_runs += [folder for folder in finished if not any(folder.is_relative_to(owner) for owner in (*of_studies, *of_searches))]
+    for folder in (*study_folders, *search_folders, *other_runs):
+        check_utf8(folder, "report")
     studies = [read_study(folder) for folder in _distinct(study_folders)]
     searches = [read_search(folder) for folder in _distinct(search_folders)]
     if other_runs:

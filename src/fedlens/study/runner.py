@@ -273,7 +273,7 @@ def _attempt(work: Callable[[], None]) -> str | None:
         return Retryable(error)
     except UserError as error:
         return str(error)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, MemoryError) as error:
         return Retryable(f"{type(error).__name__}: {first_line(error)}")
     return None
 

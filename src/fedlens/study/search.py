@@ -83,7 +83,7 @@ def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
         outcome = {"state": "pruned", "value": max(tracker.accuracies.values()), "why": None}
     except Elsewhere as error:  # does not count against these values: the next start resumes the run
         return {"state": "stopped", "value": None, "why": first_line(error)}
-    except (UserError, RuntimeError) as error:  # such as a loss that is not finite, or a device with too little memory
+    except (UserError, RuntimeError, MemoryError) as error:  # such as a loss that is not finite, or a device with too little memory
         outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
     remove_weights(path)
     return outcome

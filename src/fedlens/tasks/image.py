@@ -17,6 +17,8 @@ from fedlens.config import Config
 from fedlens.data.dataset import Dataset
 from fedlens.tasks import Draws, Samples, Task
 
+Matrix = Tensor | None
+
 
 @dataclass(frozen=True)
 class Augment:
@@ -49,7 +51,8 @@ class Augment:
 def resize_matrix(size: int, out: int, device: torch.device) -> Tensor:
     """Return [out, size]: bicubic resizing is linear and separable, so on a batch it is two matrix products.
 
-    The weights are torch's antialiased ones, which equal Pillow's: DINO and its descendants were trained with them.
+    The weights are torch's antialiased ones, which equal Pillow's: DINO and its descendants were trained with them. Pillow also rounds and clips
+    between its passes. Without that (data.resize=once), pixels at sharp edges differ, by up to 29 of 255 levels.
     """
     rows = F.interpolate(torch.eye(size)[None, None], size=(out, size), mode="bicubic", antialias=True, align_corners=False)
     return rows[0, 0].contiguous().to(device)
@@ -83,7 +86,7 @@ def randaugment(x: Tensor, affine: Tensor, color: Tensor) -> Tensor:
 
 
 def transform(
-    images: Tensor, draws: Draws | None, mean: Tensor, std: Tensor, down: Tensor | None, across: Tensor | None, dtype: torch.dtype
+    images: Tensor, draws: Draws | None, mean: Tensor, std: Tensor, down: Matrix, across: Matrix, dtype: torch.dtype, pillow: bool
 ) -> Tensor:
     """Return uint8 images [..., C, H, W] as normalised inputs [..., C, size, size]: tensor operations only, so that it compiles.
 
@@ -95,7 +98,9 @@ def transform(
     if draws is not None and "affine" in draws:
         x = randaugment(x, draws["affine"], draws["color"])
     if down is not None and across is not None:
-        x = (down @ x @ across.T).clamp(0, 255)  # bicubic overshoots; Pillow clips too
+        if pillow:
+            x = down @ (x @ across.T).round().clamp(0, 255)
+        x = x.round().clamp(0, 255) if pillow else (down @ x @ across.T).clamp(0, 255)  # bicubic overshoots
     return ((x - mean) / std).to(dtype)
 
 
@@ -107,9 +112,10 @@ class Pipeline:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     dtype: torch.dtype = torch.float32
+    pillow: bool = field(default=False, repr=False)  # clip and round after each pass of resizing
 
     @lru_cache(maxsize=8)  # noqa: B019 - a pipeline is a frozen value, and a run has one or two
-    def constants(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def constants(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Matrix, Matrix]:
         """Return `transform`'s mean, std and resize matrices (None: the images already have the size)."""
         mean, std = (255 * torch.tensor(v, device=device).view(-1, 1, 1) for v in (self.mean, self.std))
         if (height, width) == (self.size, self.size):
@@ -117,7 +123,7 @@ class Pipeline:
         return mean, std, resize_matrix(height, self.size, device), resize_matrix(width, self.size, device)
 
     def __call__(self, images: Tensor, draws: Draws | None = None, apply: Callable[..., Tensor] = transform) -> Tensor:
-        return apply(images, draws, *self.constants(*images.shape[-2:], images.device), self.dtype)
+        return apply(images, draws, *self.constants(*images.shape[-2:], images.device), self.dtype, self.pillow)
 
 
 @dataclass(frozen=True)
@@ -135,11 +141,11 @@ class ImageTask(Task):
         """Return the task of a configuration and its data set."""
         d = config.data
         augment = Augment(d.crop, d.flip, d.randaugment, d.randaugment_magnitude)
-        return cls(Pipeline(config.model.image_size, data.mean, data.std, dtype), augment, device)
+        return cls(Pipeline(config.model.image_size, data.mean, data.std, dtype, d.resize == "pillow"), augment, device)
 
     @property
     def key(self) -> str:
-        return repr(self.pipeline)
+        return repr(self.pipeline) + " like Pillow" * self.pipeline.pillow
 
     def draw(self, shape: tuple[int, ...], rng: torch.Generator) -> Draws:
         return self.augment.draw(shape, rng)

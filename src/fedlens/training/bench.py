@@ -178,6 +178,14 @@ def learning_rate(o: OptimConfig, progress: float, tick: float) -> float:
     return o.lr * factor
 
 
+def _check_memory(config: Config, channels: int, device: torch.device) -> None:
+    """Raise for a batch that cannot fit into this machine's memory. Activations on a CPU take at least 8 times the bytes of the inputs."""
+    size, held = config.optim.batch_size, 8 if device.type == "cpu" and not config.train.chunk else 1
+    need, have = 4 * held * size * channels * config.model.image_size**2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise bad_value("optim.batch_size", size, f"smaller: a batch needs over {need >> 30} GiB, this machine has {have >> 30} GiB")
+
+
 def set_up(config: Config, data: Dataset | None = None) -> Bench:
     """Load data (unless passed) and model. Every error in the input is raised here, before a run folder exists."""
     device = pick_device(config.device)
@@ -185,6 +193,7 @@ def set_up(config: Config, data: Dataset | None = None) -> Bench:
     data = data or load_dataset(
         config.data.name, config.data.root, val_fraction=config.data.val_fraction, seed=config.seed, download=config.data.download
     )
+    _check_memory(config, len(data.mean), device)
     names = ("weights", "image_size", "dropout", "freeze_blocks", "freeze_backbone")
     options = {name: getattr(config.model, name) for name in names}
     model = create_model(config.model.name, data.num_classes, **options, seed=config.seed).to(device)

@@ -21,7 +21,7 @@ from fedlens.config import Config
 from fedlens.data.partition import Index, label_counts, partition, partition_stats
 from fedlens.engine.ranks import Ranks
 from fedlens.engine.sampling import cohort_size, survives, training_cohort
-from fedlens.errors import UserError
+from fedlens.errors import UserError, bad_value
 from fedlens.lens.mask import Mask
 from fedlens.lens.merging import RULES, merge_rows
 from fedlens.lens.space import ParamSpace
@@ -170,12 +170,13 @@ def write_client_vectors(bench: Bench, space: ParamSpace, ledger: Ledger, folder
 def make_shards(bench: Bench) -> list[Index]:
     """Return each client's sample indices. Raises before a run exists if the partition is impossible."""
     d, cfg = bench.config.data, bench.config
-    labels = bench.dataset.train.labels
-    shards = partition(labels, cfg.federated.clients, d.partition, classes_per_client=d.classes_per_client, alpha=d.alpha, seed=cfg.seed)
+    labels, clients = bench.dataset.train.labels, cfg.federated.clients
+    too_many = bad_value("federated.clients", clients, f"at most {len(labels)}, the number of training samples, so that each has data")
+    if clients > len(labels):
+        raise too_many
+    shards = partition(labels, clients, d.partition, classes_per_client=d.classes_per_client, alpha=d.alpha, seed=cfg.seed)
     if any(len(shard) == 0 for shard in shards):
-        raise UserError(
-            f"federated.clients must be at most {len(labels)}, the number of training samples, so that each has data; got {len(shards)}."
-        )
+        raise too_many
     return shards
 
 

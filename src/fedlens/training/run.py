@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlens.config import Config, validate
 from fedlens.engine.ranks import Ranks
-from fedlens.errors import UserError, bad_value
+from fedlens.errors import UserError, bad_value, system_errors
 from fedlens.lens.mask import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.overrides import compose, from_file, to_yaml
@@ -194,7 +194,7 @@ def nothing_half_written(path: Path) -> Iterator[None]:
     """Remove a new run folder if an error in the input shows only when head or mask are made, before anything was trained."""
     try:
         yield
-    except UserError:
+    except (UserError, OSError, MemoryError, RuntimeError):
         if not any((path / CHECKPOINTS).glob("step-*")) and not read_metrics(path):
             shutil.rmtree(path, ignore_errors=True)
         raise
@@ -227,7 +227,8 @@ def _cores() -> int:
 
 def run(overrides: Sequence[str]) -> Run:
     """Run an experiment, as `fedlens run …` does: fl.run(["experiment=centralized", "seed=3"])."""
-    return execute(compose(overrides))
+    with system_errors():
+        return execute(compose(overrides))
 
 
 def load_run(path: str | Path) -> Run:
