@@ -1,6 +1,7 @@
 """Shared by all tests: one thread, no user folders, no network trackers."""
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -70,6 +71,16 @@ ALIASES = "".join(f"a{k}: &a{k} {{{','.join([f'*a{k - 1}'] * 9)}}}\n" for k in r
 BOMB = "a0: &a0 [x]\n" + ALIASES.replace("{", "[").replace("}", "]")  # a few hundred bytes of YAML that stand for 43 million values
 MERGE_BOMB = "a0: &a0 {k: v}\n" + ALIASES.replace("{", "{<<: [").replace("}", "]}")
 EMBEDDED = ["data=fashion_mini", "data.root=null", "optim.batch_size=100"]  # after FAST: the embedded set itself
+
+
+def accept(run: Path) -> None:
+    """Write digests of the files of a run and its checkpoints as they are now: a test has edited them on purpose."""
+    from fedlens.files import sha256_of_file
+    from fedlens.runs.digests import FILE, to_text
+
+    for file in (run / FILE, *(run / "checkpoints").glob(f"step-*/{FILE}")):
+        there = [name for name in json.loads(file.read_text())["files"] if (file.parent / name).is_file()]
+        file.write_text(to_text({name: sha256_of_file(file.parent / name) for name in there}))
 
 
 STARTS_PROCESSES = (

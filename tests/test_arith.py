@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST
+from conftest import FAST, accept
 
 import fedlens as fl
 from fedlens.cli import main
@@ -196,6 +196,7 @@ def test_a_run_of_a_rule_that_is_not_known_here_can_be_looked_at_but_not_gone_on
     shutil.copytree(fed.path, tmp_path / "own")
     config = tmp_path / "own" / "config.yaml"
     config.write_text(config.read_text().replace("merge: mean", "merge: mine").replace("client_vectors: true", "client_vectors: false"))
+    accept(tmp_path / "own")
     run = fl.load_run(tmp_path / "own")
     assert run.config.server.merge == "mine" and run.task_vector() == fed.task_vector()
     (tmp_path / "own" / "summary.json").unlink()

@@ -19,6 +19,7 @@ def commands() -> list[list[str]]:
         ["demo"],
         ["run"],
         ["resume"],
+        ["check"],
         ["explain"],
         ["data"],
         ["data", "prepare"],

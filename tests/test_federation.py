@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BOMB, FAST, MERGE_BOMB, SMALL_DATA
+from conftest import BOMB, FAST, MERGE_BOMB, SMALL_DATA, accept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -750,6 +750,7 @@ def test_after_a_restart_clients_stay_with_the_sites_that_had_them(tmp_path: Pat
     assert state["traffic"]["registry"]["4"]["site"] == 71 and state["traffic"]["registry"]["4"]["samples"] > 0
     (run.path / "summary.json").unlink()
     (run.path / "config.yaml").write_text((run.path / "config.yaml").read_text().replace("target_accuracy: 0.01", "target_accuracy: null"))
+    accept(run.path)
     thief = Wire(places=[SiteOptions(k, SITES, overrides=HERE) for k in (2, 1, 0)])  # 70 says that it is site 2, 72 that it is site 0
     caplog.set_level(logging.WARNING, "fedlens")
     again = federate(tmp_path / "r", thief, *options[:2], "deploy.min_fraction=0.3")

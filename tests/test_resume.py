@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAST, few_images
+from conftest import FAST, accept, few_images
 from safetensors.torch import load_file, save_file
 from test_study import QUICK, TUNED, peaked, pretend
 from torch import Tensor, nn
@@ -100,6 +100,7 @@ def change(run: fl.Run, step: int, values: Mapping[str, Any]) -> None:
             inner = inner[key]
         inner[last] = value
     (folder_of(run, step) / "state.json").write_text(json.dumps(state))
+    accept(run.path)
 
 
 # --- runs --------------------------------------------------------------------------------------------------------------
@@ -372,6 +373,7 @@ def as_version_0_2(run: fl.Run, step: int) -> None:
     digest = hashlib.sha256((folder / "tensors.safetensors").read_bytes()).hexdigest()
     kept = {name: state[name] for name in ("step", "score") if name in state}
     (folder / "state.json").write_text(json.dumps({"sha256": digest, **kept, **old}))
+    (folder / "digests.json").unlink()
 
 
 @pytest.mark.parametrize("options", [*CENTRAL_RUNS.values(), *list(FED_RUNS.values())[:2], FED_RUNS["adam and noise"]])
@@ -389,8 +391,9 @@ def test_a_checkpoint_of_a_later_version_is_refused_in_one_line(tmp_path: Path, 
     one = whole(*CENTRAL, *EVERY, *PROBE)
     later = cut(one, tmp_path / "r", 3)
     for step in steps_of(later):
-        state = state_of(later, step) | {"format": 3}
+        state = state_of(later, step) | {"format": 4}
         (folder_of(later, step) / "state.json").write_text(json.dumps(state))
+    accept(later.path)
     with pytest.raises(UserError, match=r"a later version of fedlens wrote the checkpoint .* upgrade fedlens"):
         resumed(later)
 
@@ -567,7 +570,7 @@ def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
         if kind == "name" and not target.is_dir():
             assert ("sync", source, source) in events[:i], f"{target.name} has its name before it is on disk"
         elif kind == "name":
-            assert {file.name for file in flushed if file.parent == source} >= {"tensors.safetensors", "state.json"}
+            assert {file.name for file in flushed if file.parent == source} >= {"tensors.safetensors", "state.json", "digests.json"}
             assert ("sync", target.parent, target.parent) in events[i:], "the folder of checkpoints is not flushed"
     assert sum(file.parent.name.startswith(".part") or file.parent.parent == path / "checkpoints" for file in flushed) >= 2 * len(
         steps_of(found)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, few_images
+from conftest import FAST, accept, few_images
 from safetensors import SafetensorError
 
 import fedlens as fl
@@ -50,7 +50,7 @@ def test_the_last_and_the_best_are_kept_and_of_equals_the_earlier(tmp_path: Path
         for step, score in enumerate([0.1, 0.9, 0.9, 0.3, 0.4, 0.2]):
             run.save_checkpoint(step, {"a": torch.zeros(1)}, {"score": score})
         run.wait_for_checkpoint()
-        assert run._steps() == [1, 4, 5]
+        assert store.steps_of(run.path) == [1, 4, 5]
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "empty", "no_state", "garbage_state"])
@@ -265,7 +265,7 @@ def test_training_goes_on_while_a_checkpoint_of_where_it_was_is_written(tmp_path
         run.save_checkpoint(1, {"w": weights}, state)
         weights += 1  # before anything is on disk
         state["counts"]["dropped"] = 5
-        assert run._steps() == []
+        assert store.steps_of(run.path) == []
         release.set()
         found = run.latest_checkpoint()
         assert found is not None and found.tensors["w"].tolist() == [0, 0, 0] and found.state["counts"] == {"dropped": 0}
@@ -279,7 +279,7 @@ def test_a_large_checkpoint_is_not_held_in_memory_twice(tmp_path: Path, monkeypa
     with folder(tmp_path / "r") as run:
         run.save_checkpoint(1, {"w": torch.zeros(250)}, {})
         run.save_checkpoint(2, {"w": torch.zeros(251)}, {})
-        assert run._steps() == [1, 2]
+        assert store.steps_of(run.path) == [1, 2]
     assert [name == threading.current_thread().name for name in threads] == [False, True]
 
 
@@ -491,6 +491,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_one_line(
     run = fast_run("r", f"experiment={experiment}", "model.image_size=28", "head=linear", "train.epochs=1", *few)
     (run.path / "summary.json").unlink()
     harm(run)
+    accept(run.path)
     with pytest.raises(UserError, match=rf"the checkpoint of step \d+ does not fit the run's config\.yaml \({why}") as error:
         run.resume()
     assert "\n" not in str(error.value)

@@ -30,7 +30,7 @@ from fedlens.report.markdown import csv_rows, markdown
 from fedlens.report.over_seeds import measurements, numbers_of
 from fedlens.runs import cache as shared
 from fedlens.runs.identity import identity
-from fedlens.runs.store import write_json
+from fedlens.runs.store import is_finished, write_json
 from fedlens.study import runner
 from fedlens.study.analyses import planned_analyses
 from fedlens.study.archive import merged
@@ -450,7 +450,7 @@ def test_an_archive_gives_the_same_tables_without_weights_and_can_be_resumed(
     assert main(["keep", str(tmp_path / "first"), "--out", str(out)]) == 0
     assert f"{out / 's'}: 2 runs added\n" == capsys.readouterr().out
     files = {p.name for p in out.rglob("*") if p.is_file()}
-    assert files == {"study.json", "config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json"}
+    assert files == {"study.json", "config.yaml", "digests.json", "environment.json", "metrics.jsonl", "partition.json", "summary.json"}
     assert not any(str(tmp_path) in p.read_text() for p in out.rglob("*") if p.is_file())  # it may be published
     on = small_study(plan_path, out / "s", seeds=2)
     assert {p.seed for p in on.missing()} == {1}
@@ -761,11 +761,11 @@ def test_a_run_with_a_damaged_summary_is_repeated(tmp_path: Path, monkeypatch: p
 
 
 def once_more(execute: Callable[[Config], object], names: list[str]) -> Callable[[Config], object]:
-    """As the real one: a folder with a summary, whatever is in it, is left as it is."""
+    """As the real one: a folder with an intact summary is left as it is."""
 
     def go(config: Config) -> object:
         folder = Path(str(config.run.dir))
-        assert folder.name in names and not (folder / "summary.json").exists()
+        assert folder.name in names and not is_finished(folder)
         return execute(config)
 
     return go

@@ -1,6 +1,7 @@
 """The errors that users see: one line that says what is wrong, what was expected and how to fix it."""
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -8,9 +9,25 @@ from contextlib import contextmanager
 class UserError(Exception):
     """A problem that the user can fix. The command line prints it as one line and exits with status 2."""
 
+    def __str__(self) -> str:
+        return clean_text(super().__str__())
+
 
 class Elsewhere(UserError):
     """A disk or network failure; retrying may succeed."""
+
+
+def clean_text(text: str) -> str:
+    """Return a text as one line, with control characters and what is not UTF-8 as escapes: a received name must not forge a line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class OneLine(logging.Formatter):
+    """A log format whose messages have no control characters."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = clean_text(record.message)
+        return super().formatMessage(record)
 
 
 def bad_value(field: str, value: object, expected: str) -> UserError:
@@ -27,17 +44,12 @@ def unknown(field: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"{field} must be one of {listed}; got {name!r}.{hint}")
 
 
-def printable(text: str) -> str:
-    """Return a text as one line, with control characters and what is not UTF-8 as escapes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def check_utf8(name: object, field: str) -> None:
     """Raise for a name that is not UTF-8: reports, logs and JSON could not hold it."""
     try:
         str(name).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{field}: {printable(str(name))} is not UTF-8; rename it.") from None
+        raise UserError(f"{field}: {clean_text(str(name))} is not UTF-8; rename it.") from None
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""Files on disk: one atomic write, one digest, and disk errors as one line. Imports neither torch nor the rest of fedlens."""
+"""Files on disk: one atomic write, one digest, one check of names that files contain, and disk errors as one line. Imports no torch."""
 
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedlens.errors import Elsewhere, first_line
+from fedlens.errors import Elsewhere, UserError, first_line
 
 
 @contextmanager
@@ -38,9 +39,33 @@ def write_atomic(path: Path, content: str | bytes | Callable[[Path], object], *,
                 part.write_bytes(content.encode() if isinstance(content, str) else content)
             fsync(part)
             os.replace(part, path)
+            fsync(path.parent)  # the name must be on disk before anything refers to it
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+
+def below(folder: Path, name: object, field: str, depth: int = 1) -> Path:
+    """Return the path that another file names: `depth` plain names below `folder`, none of them a link. Use it for every path from a file."""
+    parts = name.split("/") if isinstance(name, str) else []
+    if len(parts) != depth or not all(map(_is_plain, parts)):
+        raise UserError(f"{field} must be a plain name below {folder}, got {name!r}.")
+    path = folder
+    for part in parts:
+        path /= part
+        if path.is_symlink():
+            raise UserError(f"{field}: {path} is a link; replace it by what it points to.")
+    return path
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and "\\" not in name and name.isprintable() and len(name.encode()) < 256
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files and folders that killed processes left. The caller holds the folder's lock."""
+    for part in (*folder.glob("*.part"), *folder.glob(".part-*")):
+        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

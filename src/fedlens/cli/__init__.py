@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlens import __version__
-from fedlens.errors import UserError, check_utf8, first_line, printable, system_errors
+from fedlens.errors import OneLine, UserError, check_utf8, first_line, system_errors
 
 log = logging.getLogger("fedlens")
 
@@ -115,11 +115,34 @@ def resume_command(args: argparse.Namespace) -> int:
     from fedlens.training.run import load_run
 
     run = load_run(args.run)
-    if run.finished:
-        print(f"{run.path} is finished: {describe_test(run.summary)}")
-        return 0
-    print(run.resume().path)
+    before = run.finished
+    run.resume()
+    print(f"{run.path} is finished: {describe_test(run.summary)}" if before else run.path)
     return 0
+
+
+def check_command(args: argparse.Namespace) -> int:
+    from fedlens.runs import digests
+    from fedlens.runs.store import problems, runs_below
+    from fedlens.study.results import STUDY_FILE, read_study
+
+    found, counts = list[str](), {"intact": 0, "damaged": 0, "without digests, as version 0.2 wrote them": 0}
+    for path in map(Path, args.paths):
+        for run in runs_below(path):
+            lines = [f"{run}: {line}" for line in problems(run)]
+            found += lines
+            counts[
+                "damaged" if lines else "intact" if (run / digests.FILE).is_file() else "without digests, as version 0.2 wrote them"
+            ] += 1
+        for study in path.rglob(STUDY_FILE):
+            try:
+                read_study(study.parent)
+            except UserError as error:
+                found.append(str(error))
+    if not sum(counts.values()):
+        raise UserError(f"check: no run in {', '.join(args.paths)}.")
+    print("\n".join([*found, f"{sum(counts.values())} runs: " + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)]))
+    return 2 if found else 0
 
 
 def explain_command(args: argparse.Namespace) -> int:
@@ -315,6 +338,9 @@ def _register_runs(commands: Commands) -> None:
     text = "Continue an interrupted run; on a CPU it ends with the same bits."
     c = command(commands, "resume", resume_command, text, "fedlens resume runs/centralized-…")
     c.add_argument("run", help="run folder")
+    text = "Verify every file of runs and studies; exit status 2 if one is damaged."
+    c = command(commands, "check", check_command, text, "fedlens check runs/centralized-… studies/quick-embedded")
+    c.add_argument("paths", nargs="+", metavar="PATH", help="run folders, study folders, or folders of them")
     text = "Explain a configuration key: meaning, range, default, where it matters."
     c = command(commands, "explain", explain_command, text, "fedlens explain server.merge")
     c.add_argument("key", metavar="KEY", help="a key such as optim.lr, or a section such as server")
@@ -392,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest  # key=value after an option
     if not log.handlers:
         console = logging.StreamHandler()
-        console.setFormatter(logging.Formatter("%(message)s"))
+        console.setFormatter(OneLine("%(message)s"))
         log.addHandler(console)
         log.setLevel(logging.INFO)
         log.propagate = False
@@ -405,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
     except UserError as error:
         with suppress(OSError):
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         _drop_unwritable_output()
         return 2
     except BrokenPipeError:  # the reader of a pipe has closed it

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedlens import __version__
 from fedlens.data.dataset import Split
 from fedlens.errors import UserError
+from fedlens.runs import digests
 
 T = TypeVar("T")
 CACHE = "FEDLENS_CACHE"
@@ -53,15 +54,18 @@ def _on_disk(folder: Path, make: Callable[[], T], codec: Codec[T]) -> T:
     """Read the result, or make it and write it to a temporary folder that is then renamed: it is complete or absent."""
     if folder.is_dir():
         try:
-            return codec.read(folder)
+            if digests.read(folder) and not digests.damaged(folder):
+                return codec.read(folder)
+            raise ValueError("damaged, or of version 0.2")
         except (OSError, ValueError, KeyError, SafetensorError, UserError):
-            shutil.rmtree(folder, ignore_errors=True)  # damaged
+            shutil.rmtree(folder, ignore_errors=True)
     result = make()
     with suppress(OSError, SafetensorError):  # the folder is not writable, or another process was first
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
         try:
             codec.write(result, part)
+            digests.write_all(part)
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)  # already renamed if all went well

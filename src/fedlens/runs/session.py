@@ -17,7 +17,7 @@ from fedlens.config import Config
 from fedlens.errors import UserError, first_line
 from fedlens.lens.mask import Mask
 from fedlens.runs.progress import Bar, progress_bar
-from fedlens.runs.store import MASK_FILE, Checkpoint, RunFolder
+from fedlens.runs.store import Checkpoint, RunFolder, read_mask
 from fedlens.runs.trackers import Trackers
 
 log = logging.getLogger("fedlens")
@@ -123,19 +123,19 @@ class Session:
             if self.folder:
                 self.folder.keep_start(model.state_dict(), start.mask)
             return start.mask
-        has_mask = self.folder and self.start_facts["mask"]
-        mask: Mask | None = self.broadcast(Mask.load(self.folder.path / MASK_FILE) if self.folder and has_mask else None)
+        mask: Mask | None = self.broadcast(read_mask(self.folder.path, sparse=bool(self.start_facts["mask"])) if self.folder else None)
         return mask
 
     def restore(self, **parts: Stateful) -> None:
         """Load the last checkpoint into these parts; from now on, checkpoints consist of their states."""
         self._parts = parts
+        record = self.saved.state.get("metrics") if self.saved else None
         if self.saved is not None:
             self._load(self.saved, parts)
             log.info("resuming at %s %d", "round" if self.unit == "round" else "step", self.step)
             self.saved = Checkpoint(self.saved.step, {}, {})  # its tensors have been copied
         if self.folder:
-            self.folder.rewind_metrics(-1 if self.fresh else self.step)
+            self.folder.rewind_metrics(-1 if self.fresh else self.step, record)
 
     def begin(self, measure: Callable[[bool], dict[str, Any]], *, alone: bool = False) -> None:
         """Score θ₀ if curves start there or if it can be the final model. `measure`: called with True for test scores too.

@@ -1,8 +1,11 @@
 """The run folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, log.txt. All files but the logs are written atomically.
 
-A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors and state.json, which carries the SHA-256 of the tensors. It is
-written under another name, flushed to disk and renamed, so it is complete unless the disk damages it later. A damaged checkpoint is
-skipped with a warning, and the run resumes from the one before.
+digests.json has the SHA-256 of all files but the logs (runs/digests.py), and a run is finished when it lists the summary. metrics.jsonl
+grows, so each checkpoint records the digest of the lines before it.
+
+A checkpoint is a folder `checkpoints/step-N` with tensors.safetensors, state.json and a digests.json of its own. It is written under
+another name, flushed to disk and renamed, so it is complete unless the disk damages it later. A damaged checkpoint is skipped with a
+warning, and the run resumes from the one before.
 
 Training does not wait for the disk: a thread writes a copy. One write is in progress at a time; reading checkpoints and closing the
 folder wait for it, and its disk errors are raised there or at the next checkpoint.
@@ -13,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -29,18 +33,31 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedlens.errors import UserError, first_line
-from fedlens.files import disk_errors, fsync, sha256_of_file, write_atomic
+from fedlens.errors import OneLine, UserError, first_line
+from fedlens.files import disk_errors, fsync, remove_parts, sha256_of_file, write_atomic
 from fedlens.lens.mask import Mask
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
+from fedlens.runs import digests
+from fedlens.runs.digests import ENVIRONMENT_FILE, Damaged, verify
 
 log = logging.getLogger("fedlens")
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE, SECRET_FILE = "config.yaml", "secret"
-SUMMARY_FILE, METRICS_FILE, ENVIRONMENT_FILE = "summary.json", "metrics.jsonl", "environment.json"
+SUMMARY_FILE, METRICS_FILE, PARTITION_FILE = "summary.json", "metrics.jsonl", "partition.json"
 MODEL_FILE, START_FILE, MASK_FILE, CLIENTS_FOLDER = "model.safetensors", "start.safetensors", "mask.safetensors", "clients"
-FORMAT = 2  # of state.json; version 0.2 wrote none
+STATE_FILE, TENSORS_FILE = "state.json", "tensors.safetensors"  # of a checkpoint
+INPUTS = (CONFIG_FILE, ENVIRONMENT_FILE, SECRET_FILE)  # what a run that starts again from its first step reads
+NUMBER, NONE = (int, float), (type(None),)
+COUNTERS = {
+    "seconds": NUMBER,
+    "stale": (int,),
+    "best_step": (int, *NONE),
+    "best_score": NUMBER + NONE,
+    "score": NUMBER + NONE,
+    "facts": (dict,),
+}
+FORMAT = 3  # of state.json; version 0.2 wrote none, and format 2 had a digest of the tensors only
 COPIED = 2**30  # bytes; a larger checkpoint is written while training waits, to avoid holding it in memory twice
 
 
@@ -53,9 +70,13 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def write_json(path: Path, value: Any, *, compact: bool = False) -> None:
+def to_json(value: Any, *, compact: bool = False) -> str:
+    return json.dumps(value, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, atomically."""
-    write_atomic(path, json.dumps(value, indent=None if compact else 1, separators=(",", ":") if compact else None) + "\n")
+    write_atomic(path, to_json(value))
 
 
 class RunFolder:
@@ -65,6 +86,8 @@ class RunFolder:
         self.path, self._lock = path, lock
         self.keep_last, self.keep_best = keep_last, keep_best
         self.checkpoints = path / CHECKPOINTS
+        self.digests: digests.Digests = {}
+        self._metrics, self._lines = hashlib.sha256(), 0  # of metrics.jsonl so far
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
 
@@ -85,27 +108,45 @@ class RunFolder:
                 folder._lock.close()
                 raise UserError(taken)
             folder.checkpoints.mkdir(exist_ok=True)
-        write_json(path / ENVIRONMENT_FILE, environment)
-        write_atomic(path / CONFIG_FILE, config_yaml)
+        folder.write(ENVIRONMENT_FILE, to_json({**environment, **digests.MARK}))
+        folder.digests[CONFIG_FILE] = digests.sha256(config_yaml.encode())
+        folder.keep_digests()
+        folder.write(CONFIG_FILE, config_yaml)
         folder._log_to_file()
         return folder
 
     @classmethod
     def open(cls, path: Path, *, keep_last: int = 2, keep_best: int = 1) -> "RunFolder":
-        """Open the folder of an existing run and remove what a killed process left half-written."""
+        """Open the folder of an unfinished run: check its files and remove what a killed process left half-written."""
         if not (path / CONFIG_FILE).is_file():
             raise UserError(f"run.dir: {path} is not a run folder: it has no {CONFIG_FILE}.")
         with disk_errors(path):
             folder = cls(path, take_lock(path), keep_last, keep_best)
+            try:
+                folder._check()
+            except UserError:
+                folder._lock.close()
+                raise
             folder.checkpoints.mkdir(exist_ok=True)
-            for leftover in folder.checkpoints.glob(".part-*"):
-                shutil.rmtree(leftover)
+            for place in (path, path / CLIENTS_FOLDER, folder.checkpoints):
+                remove_parts(place)
         folder._log_to_file()
         return folder
 
+    def _check(self) -> None:
+        """Raise if a file is damaged that this run will not write again. A run of version 0.2 gets digests now."""
+        recorded = digests.read(self.path)
+        if recorded is None:
+            there = [name for name in (*INPUTS, START_FILE, MASK_FILE) if (self.path / name).is_file()]
+            recorded = {name: sha256_of_file(self.path / name) for name in there}
+        verify(self.path, *needed_by(self.path))
+        self.digests = {name: digest for name, digest in recorded.items() if name in needed_by(self.path)}
+        self.keep_digests()
+
     def _log_to_file(self) -> None:
-        self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
-        self._handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
+        with disk_errors(self.path / "log.txt"):
+            self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(OneLine("%(asctime)s | %(levelname)s | %(message)s"))
         log.addHandler(self._handler)
         log.setLevel(logging.INFO)  # runs started from Python write the same log as the command line
 
@@ -130,22 +171,35 @@ class RunFolder:
 
     # --- metrics, start and end ----------------------------------------------------------------------------------
 
-    @property
-    def finished(self) -> bool:
-        """True if the run has a summary."""
-        return (self.path / SUMMARY_FILE).is_file()
+    def write(self, name: str, content: str) -> None:
+        """Write a text file and note its digest; `keep_digests` or a later step records it."""
+        write_atomic(self.path / name, content)
+        self.digests[name] = digests.sha256(content.encode())
+
+    def keep_digests(self, *names: str) -> None:
+        """Record the digests of these files and of those that `write` wrote."""
+        self.digests |= {name: sha256_of_file(self.path / name) for name in names}
+        write_atomic(self.path / digests.FILE, digests.to_text(self.digests))
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl and flush it to disk."""
-        with disk_errors(self.path / METRICS_FILE), (self.path / METRICS_FILE).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        text = (json.dumps(line) + "\n").encode()
+        with disk_errors(self.path / METRICS_FILE), (self.path / METRICS_FILE).open("ab") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        self._metrics.update(text)
+        self._lines += 1
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop the lines after the checkpoint that the run resumes from, a torn last line included."""
-        lines = [line for line in read_metrics(self.path) if line["step"] <= step]
-        write_atomic(self.path / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+    def rewind_metrics(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Drop the lines after the checkpoint that the run resumes from, a torn last line included.
+
+        `record`: the checkpoint's count and digest of the lines before it; None: keep the lines up to `step`.
+        """
+        lines = [] if record else [line for line in _parsed(self.path) if line["step"] <= step]
+        content = recorded_metrics(self.path, record) if record else "".join(json.dumps(line) + "\n" for line in lines).encode()
+        write_atomic(self.path / METRICS_FILE, content)
+        self._metrics, self._lines = hashlib.sha256(content), content.count(b"\n")
 
     def keep_start(self, model: Mapping[str, Tensor], mask: Mask | None) -> None:
         """Write θ₀, the start of task vectors, and the mask; called before the first step."""
@@ -153,12 +207,15 @@ class RunFolder:
         if mask is not None:
             with disk_errors(self.path / MASK_FILE):
                 mask.save(self.path / MASK_FILE)
+        self.keep_digests(START_FILE, *([MASK_FILE] if mask is not None else []))
 
     def secret(self) -> int:
         """Return the key of the noise of privacy.noise: drawn once, stored in this folder only."""
         file = self.path / SECRET_FILE
-        if not file.is_file():
+        if not digests.written(self.path, SECRET_FILE):
             write_atomic(file, f"{secrets.randbits(256)}\n", mode=0o600)
+            self.keep_digests(SECRET_FILE)
+        verify(self.path, SECRET_FILE)
         return int(file.read_text())
 
     def keep_client_vectors(self, vectors: Mapping[int, Mapping[str, Tensor]], model: Mapping[str, Tensor], origin: str) -> None:
@@ -166,19 +223,24 @@ class RunFolder:
 
         Each covers the whole model, as the run's own task vector does, so that they can be added.
         """
-        folder = self.path / CLIENTS_FOLDER
+        folder, names = self.path / CLIENTS_FOLDER, [f"{CLIENTS_FOLDER}/{client}.safetensors" for client in vectors]
         space = ParamSpace({name: tensor.shape for name, tensor in model.items() if tensor.is_floating_point()})
         zeros = {name: torch.zeros(shape) for name, shape in space.shapes.items()}
         with disk_errors(folder):
-            folder.mkdir(exist_ok=True)
-            for client, vector in vectors.items():
-                TaskVector(space, space.flatten({**zeros, **vector}), [origin]).save(folder / f"{client}.safetensors")
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run, which may have had other clients
+            folder.mkdir()
+            fsync(self.path)
+            for name, vector in zip(names, vectors.values(), strict=True):
+                TaskVector(space, space.flatten({**zeros, **vector}), [origin]).save(self.path / name)
+        self.digests |= {name: sha256_of_file(self.path / name) for name in names}
 
     def finish(self, summary: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
-        """Write the final model, then the summary: a run with a summary is finished."""
+        """Write the final model, the summary, and the digests of both: a run whose summary has a digest is finished."""
         self.wait_for_checkpoint()
         self._save_tensors(MODEL_FILE, model)
-        write_json(self.path / SUMMARY_FILE, summary)
+        self.write(SUMMARY_FILE, to_json(summary))
+        self.digests |= {METRICS_FILE: self._metrics.hexdigest()} if self._lines else {}
+        self.keep_digests(MODEL_FILE)
 
     def _save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         with disk_errors(self.path / name, SafetensorError):
@@ -192,11 +254,12 @@ class RunFolder:
         `state` may have a `score`: the best checkpoints by score are kept beside the latest, the earlier of two equal ones.
         """
         self.wait_for_checkpoint()
+        state = {"metrics": {"lines": self._lines, "sha256": self._metrics.hexdigest()}, **state}
         if wait or sum(tensor.nbytes for tensor in tensors.values()) > COPIED:
             self._write_checkpoint(step, tensors, state)
             return
         copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._pending = self._writer.submit(self._write_checkpoint, step, copied, deepcopy(dict(state)))
+        self._pending = self._writer.submit(self._write_checkpoint, step, copied, deepcopy(state))
 
     def wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint in progress; raise its error."""
@@ -210,71 +273,86 @@ class RunFolder:
             try:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                save_file(_on_cpu(tensors), part / "tensors.safetensors")
-                digest = sha256_of_file(part / "tensors.safetensors")
-                (part / "state.json").write_text(json.dumps({"format": FORMAT, "sha256": digest, "step": step, **state}, indent=1))
+                save_file(_on_cpu(tensors), part / TENSORS_FILE)
+                (part / STATE_FILE).write_text(to_json({"format": FORMAT, "step": step, **state}))
+                digests.write_all(part)
                 for file in part.iterdir():
                     fsync(file)
                 if final.exists():
                     shutil.rmtree(final)  # a damaged one that was skipped on resume
                 os.rename(part, final)
                 fsync(self.checkpoints)
-            except (OSError, SafetensorError):
+            except (OSError, SafetensorError, UserError):
                 shutil.rmtree(part, ignore_errors=True)
                 raise
         self._prune()
 
-    def _steps(self) -> list[int]:
-        return sorted(int(p.name.removeprefix("step-")) for p in self.checkpoints.glob("step-*"))
-
     def _prune(self) -> None:
-        steps = self._steps()
-        scores = {s: float(score) for s in steps if (score := self._state(s).get("score")) is not None}
+        steps = steps_of(self.path)
+        scores = {step: score for step in steps if isinstance(score := _state(self.path, step).get("score"), int | float)}
         best = sorted(scores, key=lambda s: (-scores[s], s))[: self.keep_best]
         for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
-            shutil.rmtree(self.checkpoints / f"step-{step:09d}")
-
-    def _state(self, step: int) -> dict[str, Any]:
-        try:
-            state = json.loads((self.checkpoints / f"step-{step:09d}" / "state.json").read_text())
-            return state if isinstance(state, dict) else {}
-        except (OSError, ValueError):
-            return {}
+            shutil.rmtree(_folder_of(self.path, step))
 
     def read_checkpoint(self, step: int) -> Checkpoint | None:
-        """Return a checkpoint whose tensors match their digest, or None."""
+        """Return a checkpoint that is intact, or None."""
         self.wait_for_checkpoint()
-        state = self._state(step)
-        try:
-            data = (self.checkpoints / f"step-{step:09d}" / "tensors.safetensors").read_bytes()
-            if not state or hashlib.sha256(data).hexdigest() != state.get("sha256"):
-                return None
-            checkpoint = Checkpoint(step, load_bytes(data), state)
-        except (OSError, SafetensorError):
-            return None
-        try:
-            return _upgraded(checkpoint)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # an edited file, not a damaged disk: keep the checkpoint
-            raise UserError(f"run.dir: {self.path}: state.json of step {step} cannot be read ({first_line(error)}).") from None
+        return read_checkpoint(self.path, step)
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact and whose best checkpoint is intact; remove newer ones, whose steps the run repeats."""
         self.wait_for_checkpoint()
-        for step in reversed(self._steps()):
+        for step in reversed(steps_of(self.path)):
             checkpoint = self.read_checkpoint(step)
             best = checkpoint.state.get("session", {}).get("best_step") if checkpoint else None
             if checkpoint and (best is None or best == step or self.read_checkpoint(best)):
                 return checkpoint
             which = f"step {step}" if not checkpoint else f"step {best}, the best before step {step},"
             log.warning("checkpoint of %s is damaged: falling back to the one before", which)
-            shutil.rmtree(self.checkpoints / f"step-{step:09d}")
+            shutil.rmtree(_folder_of(self.path, step))
+        return None
+
+
+def _folder_of(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:09d}"
+
+
+def steps_of(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, intact or not; folders of other names are ignored."""
+    folders = [path for path in (run / CHECKPOINTS).glob("step-*") if path.is_dir() and not path.is_symlink()]
+    return sorted(int(path.name[5:]) for path in folders if re.fullmatch(r"step-[0-9]{9,18}", path.name))
+
+
+def _state(run: Path, step: int) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json; empty if it is damaged. Formats 1 and 2 have no digest of it."""
+    folder = _folder_of(run, step)
+    try:
+        listed, content = digests.read(folder), (folder / STATE_FILE).read_bytes()
+        state: dict[str, Any] = json.loads(content)
+        intact = state.get("format", 1) in (1, 2) if listed is None else listed[STATE_FILE] == digests.sha256(content)
+        return state if intact else {}
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError, Damaged):
+        return {}
+
+
+def read_checkpoint(run: Path, step: int) -> Checkpoint | None:
+    """Return a checkpoint whose files match their digests, or None."""
+    folder, state = _folder_of(run, step), _state(run, step)
+    try:
+        listed, data = digests.read(folder), (folder / TENSORS_FILE).read_bytes()
+        if digests.sha256(data) != (state["sha256"] if listed is None else listed[TENSORS_FILE]) or state["step"] != step:
+            return None
+        checkpoint = _upgraded(Checkpoint(step, load_bytes(data), state))
+        counters = {**checkpoint.state.get("session", {}), "score": checkpoint.state.get("score")}
+        return checkpoint if all(type(value) in COUNTERS[name] for name, value in counters.items() if name in COUNTERS) else None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, Damaged):
         return None
 
 
 def _upgraded(old: Checkpoint) -> Checkpoint:
     """Return a checkpoint in today's format. That of version 0.2 has the same content under other names."""
     state = dict(old.state)
-    if (number := state.get("format", 1)) == FORMAT:
+    if (number := state.get("format", 1)) in (2, FORMAT):
         return old
     if number != 1:
         raise UserError(f"run.dir: a later version of fedlens wrote the checkpoint of step {old.step} (format {number}); upgrade fedlens.")
@@ -299,7 +377,11 @@ def _upgraded(old: Checkpoint) -> Checkpoint:
 
 def _is_unfinished_start(path: Path) -> bool:
     """Return True for a file that `create` writes before the configuration: a killed process may have left it."""
-    return path.name in ("lock", ENVIRONMENT_FILE) or path.suffix == ".part" or (path.name == CHECKPOINTS and not any(path.iterdir()))
+    return (
+        path.name in ("lock", ENVIRONMENT_FILE, digests.FILE)
+        or path.suffix == ".part"
+        or (path.name == CHECKPOINTS and not any(path.iterdir()))
+    )
 
 
 def take_lock(path: Path, field: str = "run.dir") -> IO[str]:
@@ -323,6 +405,32 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; those of an unfinished run are checked up to its last checkpoint."""
+    verify(path, METRICS_FILE)
+    if not is_finished(path) and (record := _metrics_record(path)):
+        recorded_metrics(path, record)
+    return _parsed(path)
+
+
+def _metrics_record(path: Path) -> dict[str, Any] | None:
+    """Return what the newest intact checkpoint recorded of the lines before it."""
+    records = (_state(path, step).get("metrics") for step in reversed(steps_of(path)))
+    return next(filter(None, records), None)
+
+
+def recorded_metrics(path: Path, record: Mapping[str, Any]) -> bytes:
+    """Return the lines before a checkpoint, which `record` counts; raise if they differ from what was written."""
+    file = path / METRICS_FILE
+    lines = (_bytes(file) if file.exists() else b"").splitlines(keepends=True)[: int(record["lines"])]
+    if digests.sha256(content := b"".join(lines)) != record["sha256"]:
+        raise Damaged(
+            f"run: {file} is damaged: its first {record['lines']} lines differ from those before the last checkpoint. Restore it from a copy, "
+            f"or remove {path / CHECKPOINTS} to train again from the start."
+        )
+    return content
+
+
+def _parsed(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl.
 
     A last line without a line break was torn by a kill and is dropped. Any other line that is not a record is an error, because the
@@ -358,7 +466,8 @@ def _bytes(file: Path) -> bytes:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """Return the environment recorded when the run started, or an empty dict if the file is missing or damaged."""
+    """Return the environment recorded when the run started. Of a run without digests, an empty dict if the file is missing or damaged."""
+    verify(path, ENVIRONMENT_FILE)
     try:
         environment = json.loads((path / ENVIRONMENT_FILE).read_text())
     except (OSError, ValueError):
@@ -369,15 +478,49 @@ def read_environment(path: Path) -> dict[str, Any]:
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the summary of a finished run."""
     file = path / SUMMARY_FILE
-    if not file.is_file():
+    if not has_summary(path):
         raise UserError(f"run: {path} is not finished; resume it: fedlens resume {path}")
     try:
+        verify(path, SUMMARY_FILE)
         summary = json.loads(_bytes(file))
-    except ValueError:
+    except (ValueError, Damaged):
         summary = None
     if isinstance(summary, dict) and "val_accuracy" in summary:
         return summary
     raise UserError(f"run: {file} is damaged: it is not the summary of a finished run. Remove it and resume: fedlens resume {path}")
+
+
+def has_summary(path: Path) -> bool:
+    """Return True if the run was finished, though its summary may be damaged now."""
+    return bool(digests.written(path, SUMMARY_FILE))
+
+
+def problems(path: Path) -> list[str]:
+    """Return what is damaged in a run folder, and whether `fedlens resume` makes it again."""
+    try:
+        bad, steps = digests.damaged(path), steps_of(path)
+    except Damaged as error:
+        return [str(error)]
+    lost = [*needed_by(path), *([METRICS_FILE] if steps else [])]
+    fix = {True: "restore it from a copy, or repeat the run", False: f"made again by: fedlens resume {path}"}
+    lines = [f"{name} is damaged ({why}); {fix[name in lost]}" for name, why in bad.items()]
+    try:
+        read_metrics(path)
+    except UserError as error:
+        lines += [] if METRICS_FILE in bad else [str(error)]
+    broken = [step for step in steps if not read_checkpoint(path, step)]
+    return lines + [f"the checkpoint of step {step} is damaged; a resume uses the one before" for step in broken]
+
+
+def needed_by(path: Path) -> list[str]:
+    """Return the files that an unfinished run reads and does not write again."""
+    return [*INPUTS, *((START_FILE, MASK_FILE) if steps_of(path) else ())]
+
+
+def runs_below(path: Path) -> list[Path]:
+    """Return all run folders below a path, also those with missing files."""
+    folders = {file.parent for name in (CONFIG_FILE, digests.FILE) for file in path.rglob(name)}
+    return sorted(f for f in folders if (f / CONFIG_FILE).is_file() or CONFIG_FILE in (f / digests.FILE).read_text(errors="replace"))
 
 
 def is_finished(path: Path) -> bool:
@@ -388,16 +531,39 @@ def is_finished(path: Path) -> bool:
         return False
 
 
+def reopen(path: Path) -> bool:
+    """Return True if a finished run has damaged files that a resume makes again, and make it unfinished; raise if it cannot make them."""
+    bad = digests.damaged(path)
+    if METRICS_FILE in bad and (record := _metrics_record(path)):
+        recorded_metrics(path, record)
+    if bad:
+        with RunFolder.open(path):
+            log.warning("damaged files are made again: %s", ", ".join(f"{name} ({why})" for name, why in bad.items()))
+    return bool(bad)
+
+
 def read_model(path: Path, name: str = MODEL_FILE) -> dict[str, Tensor]:
     """Return the tensors of the final model, or of another file of the run."""
     file = path / name
-    if not file.is_file() and (path / SUMMARY_FILE).is_file():
+    if not file.is_file() and has_summary(path):
         raise UserError(
             f"run: {path} is finished, but {name} is missing: published runs have no weights. Use the original folder, or repeat the run."
         )
-    if not file.is_file():
+    if not digests.written(path, name):
         raise UserError(f"run: {path} is not finished, so it has no final model; resume it: fedlens resume {path}")
+    verify(path, name)
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"run: {file} is damaged ({first_line(error)}); restore it or repeat the run.") from None
+
+
+def read_mask(path: Path, sparse: bool = False) -> Mask | None:
+    """Return the mask of a run; None: all coordinates may move. `sparse`: the run is known to have one."""
+    file = path / MASK_FILE
+    if digests.written(path, MASK_FILE):
+        verify(path, MASK_FILE)
+        return Mask.load(file)
+    if sparse or (has_summary(path) and read_summary(path).get("mask")):
+        raise UserError(f"run: {path} is sparse, but {file.name} is missing: published runs have no weights. Use the original folder.")
+    return None

@@ -1,5 +1,7 @@
 """`fedlens keep STUDY --out RESULTS`: archive what a report needs of studies and searches, without weights, to publish it or commit it.
 
+A received study is not trusted: every name in its file must be plain, links are refused, and nothing is written outside `--out`.
+
 The archive has the configuration (without paths of this machine), environment, metrics, partition and summary of every finished run, the analyses,
 and study.json: a few kilobytes per run. It is a study folder itself: `fedlens report` reads it, and `fedlens study --out` runs what it lacks.
 Archiving another part of the same study, such as from another machine, merges the two cell by cell: other tables, cells and seeds are added.
@@ -14,12 +16,22 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.errors import UserError
-from fedlens.files import disk_errors, write_atomic
-from fedlens.runs.store import is_finished
-from fedlens.study.results import SEARCH_FILE, STUDY_FILE, config_without_seed, read_config, read_search, read_study
+from fedlens.files import below, disk_errors, write_atomic
+from fedlens.runs import digests
+from fedlens.runs.store import has_summary, is_finished, read_summary
+from fedlens.study.results import (
+    SEARCH_FILE,
+    STUDY_FILE,
+    analysis_file,
+    config_without_seed,
+    read_config,
+    read_search,
+    read_study,
+    run_folder,
+)
 
 Metadata = dict[str, Any]  # the content of study.json, or a part of it
-# The summary is last, because its presence marks a complete run.
+# The summary is last, because its presence marks a complete run of version 0.2.
 FILES = ("config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json")
 
 
@@ -59,7 +71,9 @@ def _targets(sources: Sequence[Path], out: Path) -> dict[Path, Path]:
         if not folders:
             raise UserError(f"keep: {source} holds no study (no {STUDY_FILE}) and no search (no {SEARCH_FILE}).")
         for folder in folders:
-            target = out / folder.resolve().name
+            if parts := folder.relative_to(source).parts:
+                below(source, "/".join(parts), "keep", depth=len(parts))
+            target = below(out, folder.resolve().name, "--out")
             if target.resolve() == folder.resolve():
                 raise UserError(f"--out: {folder} is already in {out}; choose another --out.")
             other = targets.setdefault(target, folder)
@@ -73,7 +87,7 @@ def _targets(sources: Sequence[Path], out: Path) -> dict[Path, Path]:
 
 def _archive_search(source: Path, out: Path) -> ArchiveReport:
     read_search(source)  # raises if it is not a search
-    _write(out / SEARCH_FILE, (source / SEARCH_FILE).read_bytes())
+    _write(out, SEARCH_FILE, below(source, SEARCH_FILE, "keep").read_bytes())
     return ArchiveReport(out)
 
 
@@ -84,14 +98,14 @@ def _archive_study(source: Path, out: Path) -> ArchiveReport:
         raise UserError(f"keep: {out} holds the study {ours}, but {source} is {theirs}; choose another --out.")
     report = _copy_runs(new, source, out)
     for analysis in new["analyses"]:
-        if (source / analysis["file"]).is_file():
-            _write(out / analysis["file"], (source / analysis["file"]).read_bytes())
+        if (file := analysis_file(source, analysis)).is_file():
+            _write(out, analysis["file"], file.read_bytes())
     whole = new
     if old is not None:
         whole = merged(old, new, out)
         report.replaced = [cell["label"] for cell in _replaced_cells(old, whole, out)]
         report.others = sorted(_labels(whole) - _labels(new))
-    _write(out / STUDY_FILE, (json.dumps(whole, indent=1) + "\n").encode())
+    _write(out, STUDY_FILE, (json.dumps(whole, indent=1) + "\n").encode())
     report.unplanned = sorted({path.name for path in (out / "runs").glob("*")} - set(run_names(whole)))
     return report
 
@@ -100,17 +114,27 @@ def _copy_runs(study: Metadata, source: Path, out: Path) -> ArchiveReport:
     """Copy the finished runs of a study; those already in the archive stay as they are."""
     report = ArchiveReport(out)
     for name in sorted(set(run_names(study))):
-        run = source / "runs" / name
-        if is_finished(out / "runs" / name):
+        run = run_folder(source, name)
+        if is_finished(run_folder(out, name)):
             report.present += 1
-        elif is_finished(run):
-            for file in FILES:
-                if (run / file).is_file():  # only federated runs have a partition
-                    _write(out / "runs" / name / file, published_config(run) if file == "config.yaml" else (run / file).read_bytes())
+        elif has_summary(run):
+            _copy_run(run, out, name)
             report.added += 1
         elif name not in study.get("unfit", {}):
             report.unfinished += 1
     return report
+
+
+def _copy_run(run: Path, out: Path, name: str) -> None:
+    """Copy what a report needs of a run, with new digests. Only federated runs have a partition."""
+    files = [file for file in FILES if digests.written(run, file)]
+    read_summary(run)  # raises if it is damaged
+    digests.verify(run, *files)
+    content = {file: below(run, file, "keep").read_bytes() for file in files}
+    content["config.yaml"] = published_config(run)
+    content[digests.FILE] = digests.to_text({file: digests.sha256(data) for file, data in content.items()}).encode()
+    for file, data in content.items():
+        _write(out, f"runs/{name}/{file}", data)
 
 
 def _labels(study: Metadata) -> set[str]:
@@ -118,8 +142,9 @@ def _labels(study: Metadata) -> set[str]:
 
 
 def _read_metadata(folder: Path) -> Metadata:
+    file = below(folder, STUDY_FILE, "keep")
     read_study(folder)  # raises if it is not a study
-    metadata: Metadata = json.loads((folder / STUDY_FILE).read_text())
+    metadata: Metadata = json.loads(file.read_text())
     return metadata
 
 
@@ -130,7 +155,7 @@ def merged(old: Metadata, new: Metadata, out: Path) -> Metadata:
     """Return the union of two plans: all tables, cells and seeds of both. `out` has the finished runs of both."""
 
     def exists(name: str) -> bool:
-        return (out / name).is_file() or is_finished(out / "runs" / name)
+        return analysis_file(out, {"file": name}).is_file() if "/" in name else is_finished(run_folder(out, name))
 
     whole = {**new, "tables": _union(old["tables"], new["tables"], ["name"], lambda a, b: _merged_table(a, b, out))}
     outdated = {name for cell in _replaced_cells(old, whole, out) for name in (cell["label"], cell["case"])}
@@ -156,7 +181,7 @@ def merged(old: Metadata, new: Metadata, out: Path) -> Metadata:
 def _replaced_cells(old: Metadata, whole: Metadata, out: Path) -> list[Metadata]:
     """Return the archived cells with finished runs that are no longer in the plan."""
     named = set(run_names(whole))
-    gone = {name for name in run_names(old) if name not in named and is_finished(out / "runs" / name)}
+    gone = {name for name in run_names(old) if name not in named and is_finished(run_folder(out, name))}
     return [cell for table in old["tables"] for cell in table["cells"] if gone & set(cell["runs"].values())]
 
 
@@ -178,9 +203,9 @@ def _merged_table(old: Metadata, new: Metadata, out: Path) -> Metadata:
 
 def _merged_seeds(old: dict[str, str], new: dict[str, str], out: Path) -> dict[str, str]:
     """Return seed -> run of a cell, preferring finished runs. A cell has one configuration: if the two differ, the new one wins."""
-    ours, theirs = ({seed: name for seed, name in runs.items() if is_finished(out / "runs" / name)} for runs in (old, new))
+    ours, theirs = ({seed: name for seed, name in runs.items() if is_finished(run_folder(out, name))} for runs in (old, new))
     if ours and theirs:
-        one, other = (config_without_seed(out / "runs" / next(iter(runs.values()))) for runs in (ours, theirs))
+        one, other = (config_without_seed(run_folder(out, next(iter(runs.values())))) for runs in (ours, theirs))
         if json.dumps(one, sort_keys=True, default=str) != json.dumps(other, sort_keys=True, default=str):
             return new
     both = {**old, **new, **ours, **theirs}
@@ -192,7 +217,7 @@ def _progress(tuned: Metadata, study: Metadata, out: Path) -> tuple[bool, bool, 
     cells = [cell for table in study["tables"] if table["name"] == tuned["table"] for cell in table["cells"]]
     names = [name for cell in cells if cell["label"] in tuned["label"].split("; ") for name in cell["runs"].values()]
     chosen = tuned["value"] is not None
-    return any(is_finished(out / "runs" / name) for name in names), chosen, 0 if chosen else len(tuned["tried"])
+    return any(is_finished(run_folder(out, name)) for name in names), chosen, 0 if chosen else len(tuned["tried"])
 
 
 def published_config(run: Path) -> bytes:
@@ -214,7 +239,8 @@ def run_names(study: Metadata) -> Iterator[str]:
         yield from tuned["runs"]
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(out: Path, name: str, content: bytes) -> None:
+    path = below(out, name, "keep", depth=name.count("/") + 1)
     with disk_errors(path, run=False):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content)

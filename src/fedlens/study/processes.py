@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,17 +17,25 @@ from typing import Any, TypeVar
 import torch
 
 from fedlens.errors import UserError
+from fedlens.files import remove_parts
 from fedlens.runs.store import take_lock
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by users, batch systems and a kernel without memory
+
+
+class Killed(ChildProcessError):
+    """A worker process that a signal from outside ended: its task is interrupted, not failed."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder if it is missing and lock it for this process."""
+    """Create the folder if it is missing, lock it for this process and remove what a killed one left half-written."""
     make_folder(folder)
     with take_lock(folder, "--out"):
+        for place in (folder, folder / "configs", folder / "analyses", folder / "cache"):
+            remove_parts(place)
         yield
 
 
@@ -51,7 +60,8 @@ def environment_of(place: int, jobs: int) -> dict[str, str]:
 class ProcessWorker:
     """A process that runs one task after another, so that imports and compiled code are reused. It starts with its first task.
 
-    `command`: a program that calls `serve`. If it dies, its task raises ChildProcessError and the next task starts a new process."""
+    `command`: a program that calls `serve`. If it dies, its task raises ChildProcessError, or Killed if a signal from outside ended it,
+    and the next task starts a new process."""
 
     def __init__(self, command: list[str], place: int = 0, jobs: int = 1) -> None:
         self.command, self.place, self.jobs = command, place, jobs
@@ -75,6 +85,8 @@ class ProcessWorker:
             return json.loads(answer)
         self._process = None
         code = self._end(process)
+        if -code in KILLS:
+            raise Killed(f"its process was ended by {signal.Signals(-code).name}")
         raise ChildProcessError(next((line.strip() for line in reversed(self._stderr) if line.strip()), f"the process ended with {code}"))
 
     def _start(self) -> "subprocess.Popen[str]":

@@ -17,8 +17,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from fedlens.errors import UserError, check_utf8, first_line
+from fedlens.files import below
+from fedlens.runs import digests
 from fedlens.runs.identity import known_by
-from fedlens.runs.store import read_environment, read_metrics, read_summary
+from fedlens.runs.store import has_summary, read_environment, read_metrics, read_summary, runs_below
 from fedlens.study.plan import cell_label
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
@@ -54,8 +56,8 @@ class RunResult:
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
         """Partition statistics and label_counts [clients, classes] of a federated run, else None."""
-        file = self.path / "partition.json"
-        return _json(file) if file.is_file() else None
+        digests.verify(self.path, "partition.json")
+        return _json(self.path / "partition.json") if digests.written(self.path, "partition.json") else None
 
     @property
     def mask(self) -> Mapping[str, Any] | None:
@@ -273,7 +275,7 @@ def gather(paths: Sequence[str | Path]) -> Gathered:
             raise UserError(f"report: {path} is not a folder; pass run folders, study folders, or folders that contain them.")
         of_studies, of_searches = (sorted(file.parent for file in path.rglob(name)) for name in (STUDY_FILE, SEARCH_FILE))
         study_folders, search_folders = study_folders + of_studies, search_folders + of_searches
-        finished = sorted(file.parent for file in path.rglob("summary.json") if (file.parent / "config.yaml").is_file())
+        finished = list(filter(has_summary, runs_below(path)))
         other_runs += [folder for folder in finished if not any(folder.is_relative_to(owner) for owner in (*of_studies, *of_searches))]
     for folder in (*study_folders, *search_folders, *other_runs):
         check_utf8(folder, "report")
@@ -307,15 +309,25 @@ def read_study(folder: Path) -> StudyResult:
     try:
         tables = [_table(folder, table, str(content["question"])) for table in content["tables"]]
         analyses = [
-            Analysis(a["kind"], a["title"], list(a["labels"]), int(a["seed"]), _json(folder / a["file"]), a.get("options", {}))
+            Analysis(a["kind"], a["title"], list(a["labels"]), int(a["seed"]), _json(file), a.get("options", {}))
             for a in content["analyses"]
-            if (folder / a["file"]).is_file()
+            if (file := analysis_file(folder, a)).is_file()
         ]
         tuned = [_tuned(folder, each) for each in content.get("tuned", [])]
         head = (content["name"], content["place"], content["question"])
         return StudyResult(*head, tables, analyses, content["failures"], tuned, _planned(content))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"report: {folder / STUDY_FILE} is not the file of a study ({first_line(error)}).") from None
+
+
+def run_folder(study: Path, name: object) -> Path:
+    """Return the folder of a run that a study's file names."""
+    return below(study, f"runs/{name}", f"report: a run of {study / STUDY_FILE}", depth=2)
+
+
+def analysis_file(study: Path, entry: Mapping[str, Any]) -> Path:
+    """Return the file of an analysis that a study's file names."""
+    return below(study, entry["file"], f"report: an analysis of {study / STUDY_FILE}", depth=2)
 
 
 def _planned(content: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
@@ -328,7 +340,7 @@ def _planned(content: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
 
 
 def _tuned(folder: Path, entry: Mapping[str, Any]) -> Tuned:
-    finished = [folder / "runs" / name for name in entry["runs"] if (folder / "runs" / name / "summary.json").is_file()]
+    finished = [path for name in entry["runs"] if has_summary(path := run_folder(folder, name))]
     tried = [(float(value), score) for value, score in entry["tried"]]
     return Tuned(entry["table"], entry["label"], entry["key"], entry["value"], tried, [RunResult(path, 0) for path in finished])
 
@@ -336,8 +348,8 @@ def _tuned(folder: Path, entry: Mapping[str, Any]) -> Tuned:
 def _table(folder: Path, table: Mapping[str, Any], question: str) -> TableResult:
     cells = []
     for cell in table["cells"]:
-        named = {int(seed): folder / "runs" / name for seed, name in cell["runs"].items()}
-        finished = {seed: RunResult(path, seed) for seed, path in named.items() if (path / "summary.json").is_file()}
+        named = {int(seed): run_folder(folder, name) for seed, name in cell["runs"].items()}
+        finished = {seed: RunResult(path, seed) for seed, path in named.items() if has_summary(path)}
         cells.append(CellResult(cell["label"], cell["case"], cell["values"], finished, len(named)))
     return TableResult(table["name"], table.get("question") or question, cells, table.get("target"), table.get("by_case", False))
 
@@ -370,7 +382,8 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's config.yaml, unchecked, so that files of any version can be read."""
+    """Return the content of a run's config.yaml; its keys are unchecked, so that files of any version can be read."""
+    digests.verify(folder, "config.yaml")
     try:
         content = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, OSError, ValueError) as error:

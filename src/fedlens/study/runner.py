@@ -19,20 +19,22 @@ from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
 from fedlens.files import write_atomic
 from fedlens.overrides import from_file, to_yaml
+from fedlens.runs import digests
 from fedlens.runs.cache import CACHE
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import CHECKPOINTS, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_json
+from fedlens.runs.store import CHECKPOINTS, CLIENTS_FOLDER, CONFIG_FILE, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_json
 from fedlens.study.analyses import planned_analyses
 from fedlens.study.archive import run_names
 from fedlens.study.plan import Plan, PlanCell, PlannedRun, changed
-from fedlens.study.processes import ProcessWorker, WorkerPool, locked, serve
-from fedlens.study.results import STUDY_FILE, StudyResult, read_study
+from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
+from fedlens.study.results import STUDY_FILE, StudyResult, read_study, run_folder
 from fedlens.study.tune import FAILED, LineSearch, line_searches, with_chosen_values
 from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
 TUNING = "tuning: "  # prefix of the failures of cells whose search was interrupted
+INTERRUPTED = "interrupted: "  # prefix of the failures of runs whose process was killed: the next start continues them
 
 
 class Study:
@@ -55,7 +57,9 @@ class Study:
         self._apply_tuning()
         missing = {p.name for p in self.plan.runs if not self.finished(p)}
         missing |= {a.file for a in self.analyses if not (folder / a.file).is_file()}
-        self.failures: dict[str, str] = {name: why for name, why in before.get("failures", {}).items() if name in missing}
+        self.failures: dict[str, str] = {
+            name: why for name, why in before.get("failures", {}).items() if name in missing and not why.startswith(INTERRUPTED)
+        }
 
     def _apply_tuning(self) -> None:
         """Update the plan with the values that the finished trials decide."""
@@ -99,7 +103,7 @@ class Study:
         """Return the finished runs in study.json that the plan lacks. Runs that differ only in the value of a tuned key are not lost."""
         planned = {p.name for p in self.plan.runs} | {name for search in self.searches for name in search.metadata()["runs"]}
         named = dict.fromkeys(run_names(_read(self.folder / STUDY_FILE)))
-        lacking = [name for name in named if name not in planned and is_finished(self.folder / "runs" / name)]
+        lacking = [name for name in named if name not in planned and is_finished(run_folder(self.folder, name))]
         known = self._identities_at_defaults() if lacking else set()
         return [name for name in lacking if not known & self._identities_of(name)]
 
@@ -112,7 +116,8 @@ class Study:
     def _identities_of(self, name: str) -> set[str]:
         """Return the identities that a run would have at the default of each tuned key."""
         try:
-            config = from_file(self.folder / "runs" / name / "config.yaml")
+            digests.verify(run_folder(self.folder, name), CONFIG_FILE)
+            config = from_file(run_folder(self.folder, name) / CONFIG_FILE)
         except UserError:
             return set()
         return {identity(changed(config, key, value)) for key, value in {(s.key, s.default) for s in self.untuned.tuning}}
@@ -233,10 +238,6 @@ class Study:
             yield from self.pool.map(lambda worker, planned: _attempt(lambda: self._execute_in(worker, planned)), todo)
 
     def _prepare(self, planned: PlannedRun) -> None:
-        summary = self.path(planned) / SUMMARY_FILE
-        if summary.is_file() and not self.finished(planned):
-            log.warning("%s is damaged: its run is repeated", summary)
-            summary.rename(summary.with_name(f"{SUMMARY_FILE}.damaged"))
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
         planned.config.run.progress = False
 
@@ -269,6 +270,8 @@ def _attempt(work: Callable[[], None]) -> str | None:
     """Do the work; return the message of its error, or None."""
     try:
         work()
+    except Killed as error:
+        return Retryable(f"{INTERRUPTED}{error}")
     except (Elsewhere, ChildProcessError) as error:
         return Retryable(error)
     except UserError as error:
@@ -279,8 +282,12 @@ def _attempt(work: Callable[[], None]) -> str | None:
 
 
 def remove_weights(run: Path) -> None:
-    """Delete the checkpoints and models of a finished run."""
-    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    """Delete the checkpoints, models and client vectors of a finished run, and first their digests."""
+    if listed := digests.read(run):
+        left = {name: digest for name, digest in listed.items() if not name.endswith(".safetensors")}
+        write_atomic(run / digests.FILE, digests.to_text(left))
+    for folder in (CHECKPOINTS, CLIENTS_FOLDER):
+        shutil.rmtree(run / folder, ignore_errors=True)
     for file in run.glob("*.safetensors"):
         file.unlink()
 

@@ -20,11 +20,12 @@ from typing import Any
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, first_line
 from fedlens.overrides import from_file
+from fedlens.runs.digests import Damaged
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import read_metrics, write_json
+from fedlens.runs.store import is_finished, read_metrics, write_json
 from fedlens.seeding import key as keyed
-from fedlens.study.processes import ProcessWorker, WorkerPool, locked, serve
+from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
 from fedlens.study.runner import quiet, remove_weights, write_config
 from fedlens.study.search_space import Dimension, Space, as_overrides
@@ -72,7 +73,7 @@ def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
     """Run or resume a trial and delete its weights. Returns {state: complete | pruned | failed | stopped, value, why, broken}.
 
     `broken`: the device or torch failed, and may fail for later trials of this process too."""
-    tracker, finished = PruningTracker(trial, config), (path / "summary.json").is_file()
+    tracker, finished = PruningTracker(trial, config), is_finished(path)
     try:
         for line in read_metrics(path):
             tracker.log(line, line["step"], prune=not finished)
@@ -81,7 +82,7 @@ def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
         outcome = {"state": "complete", "value": run.summary["val_accuracy"], "why": None}
     except Pruned:
         outcome = {"state": "pruned", "value": max(tracker.accuracies.values()), "why": None}
-    except Elsewhere as error:  # does not count against these values: the next start resumes the run
+    except (Elsewhere, Damaged) as error:  # does not count against these values: the next start resumes the run
         return {"state": "stopped", "value": None, "why": first_line(error)}
     except (UserError, RuntimeError, MemoryError) as error:  # such as a loss that is not finite, or a device with too little memory
         outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
@@ -216,7 +217,7 @@ class Search:
         try:
             outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, file])
         except ChildProcessError as error:
-            return {"state": "failed", "value": None, "why": str(error)}
+            return {"state": "stopped" if isinstance(error, Killed) else "failed", "value": None, "why": str(error)}
         if outcome.get("broken"):
             worker.retire()
         return outcome

@@ -28,7 +28,7 @@ from fedlens.lens.space import ParamSpace
 from fedlens.optim.server import Server
 from fedlens.runs.identity import origin_of
 from fedlens.runs.session import Session, Summary
-from fedlens.runs.store import RunFolder, write_json
+from fedlens.runs.store import PARTITION_FILE, RunFolder, to_json
 from fedlens.seeding import torch_rng
 from fedlens.training.algorithms import ALGORITHMS, make_algorithm
 from fedlens.training.bench import Bench, learning_rate
@@ -190,9 +190,7 @@ def simulated(bench: Bench, shards: Sequence[Index], ranks: Ranks) -> Site:
 
 def describe_partition(bench: Bench, shards: Sequence[Index], run: RunFolder) -> None:
     """Write partition.json: statistics, and the label counts of up to 100 clients for the figure."""
-    if (run.path / "partition.json").exists():
-        return
     shards = [shard[:0] if k in bench.config.federated.exclude else shard for k, shard in enumerate(shards)]
     labels = bench.dataset.train.labels
     counts = label_counts(labels, shards)[:100].tolist()
-    write_json(run.path / "partition.json", {**partition_stats(labels, shards).as_dict(), "label_counts": counts}, compact=True)
+    run.write(PARTITION_FILE, to_json({**partition_stats(labels, shards).as_dict(), "label_counts": counts}, compact=True))

@@ -19,6 +19,7 @@ from fedlens.errors import UserError, bad_value, system_errors
 from fedlens.lens.mask import Mask
 from fedlens.lens.task_vectors import TaskVector
 from fedlens.overrides import compose, from_file, to_yaml
+from fedlens.runs import digests
 from fedlens.runs.environment import environment
 from fedlens.runs.identity import identity, known_weights, origin_of
 from fedlens.runs.session import Session
@@ -26,14 +27,15 @@ from fedlens.runs.store import (
     CHECKPOINTS,
     CLIENTS_FOLDER,
     CONFIG_FILE,
-    MASK_FILE,
     START_FILE,
-    SUMMARY_FILE,
     RunFolder,
+    is_finished,
     read_environment,
+    read_mask,
     read_metrics,
     read_model,
     read_summary,
+    reopen,
 )
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
@@ -54,6 +56,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The configuration that the run was started with."""
+        digests.verify(self.path, CONFIG_FILE)
         return from_file(self.path / CONFIG_FILE, to_train=False)
 
     @property
@@ -63,8 +66,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """True if the run has a summary."""
-        return (self.path / SUMMARY_FILE).is_file()
+        """True if the run has an intact summary."""
+        return is_finished(self.path)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -84,8 +87,7 @@ class Run:
     @property
     def mask(self) -> Mask | None:
         """The coordinates that could move; None: all."""
-        file = self.path / MASK_FILE
-        return Mask.load(file) if file.is_file() else None
+        return read_mask(self.path)
 
     def task_vector(self) -> TaskVector:
         """Return τ = θ_T − θ₀, what the run learned."""
@@ -99,18 +101,19 @@ class Run:
 
     def client_vectors(self, of: Iterable[int] | None = None) -> dict[int, TaskVector]:
         """Return what each client, or each of these, added to the final model; needs federated.client_vectors."""
-        files = {int(file.stem): file for file in (self.path / CLIENTS_FOLDER).glob("*.safetensors")}
+        files = {int(Path(name).stem): name for name in digests.written(self.path, f"{CLIENTS_FOLDER}/*.safetensors")}
         if not files:
             raise UserError(f"run: {self.path} has no client vectors; run it with federated.client_vectors=true")
         wanted = sorted(files) if of is None else list(of)
         if missing := [client for client in wanted if client not in files]:
             raise bad_value("client", missing[0], f"one that added to the final model: {', '.join(map(str, sorted(files)))}")
-        vectors = {client: TaskVector.load(files[client]) for client in wanted}
-        return {client: TaskVector(tau.space, tau.vector, [self.origin]) for client, tau in vectors.items()}
+        digests.verify(self.path, *(files[client] for client in wanted))
+        vectors, origin = {client: TaskVector.load(self.path / files[client]) for client in wanted}, self.origin
+        return {client: TaskVector(tau.space, tau.vector, [origin]) for client, tau in vectors.items()}
 
     def resume(self) -> "Run":
-        """Continue from the last intact checkpoint; a finished run is left as it is."""
-        if not self.finished:
+        """Continue from the last intact checkpoint. A finished run is left as it is, but what is damaged is made again, if it can be."""
+        if not self.finished or reopen(self.path):
             config = validate(self.config)
             config.run.dir = str(self.path)
             execute(config, resume=True)
@@ -145,7 +148,7 @@ def execute(
         ranks = Ranks.start(pick_device(config.device))
         stack.callback(ranks.stop)
         path, resume = ranks.broadcast(_where(config, resume) if ranks.first else None)
-        if resume and ranks.broadcast((path / SUMMARY_FILE).is_file()):
+        if resume and ranks.broadcast(is_finished(path) if ranks.first else None):
             return Run(path)
         if resume and ranks.world == 1 and pick_device(config.device).type == "cpu":
             stack.enter_context(_threads_of(path))
@@ -184,6 +187,7 @@ def _where(config: Config, resume: bool) -> tuple[Path, bool]:
         return path, resume
     if config.run.if_exists == "error":
         raise UserError(f"run.dir: {path} already holds a run; resume it: fedlens resume {path}")
+    digests.verify(path, CONFIG_FILE)
     if identity(from_file(path / CONFIG_FILE), read_environment(path).get("weights")) != identity(config):
         raise UserError(f"run.dir: {path} holds a run of another configuration; choose another folder.")
     return path, True
