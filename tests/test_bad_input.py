@@ -17,6 +17,7 @@ import torch
 import fedlens as fl
 from fedlens.cli import main
 from fedlens.errors import UserError, system_errors
+from fedlens.overrides import from_file
 
 RUN = ["run", "run.progress=false", "train.epochs=1", "device=cpu"]
 
@@ -425,3 +426,12 @@ def test_a_wrong_argument_from_python_is_named(call: Callable[[], object], messa
     with pytest.raises(UserError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_received_configuration_reads_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    file = tmp_path / "config.yaml"
+    file.write_text('experiment: centralized\ndata: {root: "\\x24{oc.env:WANDB_API_KEY}"}\n')
+    with pytest.raises(UserError, match="interpolation") as error:
+        from_file(file)
+    assert "secret" not in str(error.value)

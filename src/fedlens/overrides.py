@@ -236,12 +236,10 @@ def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = Tru
     `to_train` False: it is only read, and may name rules that this process does not know.
     """
     try:
-        saved = OmegaConf.load(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"config: {path} cannot be read ({error}).") from None
-    except Exception as error:  # yaml's own errors share no public base with the above
-        raise UserError(f"config: {path} is not YAML ({first_line(error)}).") from None
-    if not isinstance(saved, DictConfig):
+        saved = parse_yaml(path.read_text(encoding="utf-8"))  # a received run must not read this machine's environment
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"config: {path} cannot be read as YAML ({first_line(error)}).") from None
+    if not isinstance(saved, dict):
         raise UserError(f"config: {path} is not a mapping of keys.")
     wanted = normalise(overrides)
     if groups := [text for text in wanted if text.partition("=")[0] in GROUPS]:
@@ -250,8 +248,7 @@ def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = Tru
         values = OverridesParser.create().parse_overrides(wanted)
         if sweep := next((value for value in values if value.is_sweep_override()), None):
             raise UserError(f"override must be one value, got {sweep.input_line!r}.")
-        plain: Any = OmegaConf.to_container(saved)
-        return _on_top(OmegaConf.merge(_schema(), upgraded(plain)), values, to_train)  # type: ignore[arg-type]
+        return _on_top(OmegaConf.merge(_schema(), upgraded(saved)), values, to_train)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"config: {first_line(error)}") from None
 
