@@ -331,9 +331,9 @@ def test_a_worker_whose_device_failed_gets_no_other_trial(tmp_path: Path, monkey
         monkeypatch.setattr(ProcessWorker, "do", lambda self, task, answer=answer: answer)
         monkeypatch.setattr(ProcessWorker, "retire", lambda self: retired.append(self.place))
         search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=1)
-        trial = types.SimpleNamespace(number=0, _trial_id=1)
+        trial = types.SimpleNamespace(number=0, _trial_id=1, params={"optim.lr": 5.0})
         (tmp_path / "s").mkdir(exist_ok=True)
-        assert search._run_in(search.pool.workers[0], (trial, search.space.base))["state"] == "failed"
+        assert search._outcome(search.pool.workers[0], trial)["state"] == "failed"
         assert retired == [0] * broken
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -51,6 +51,7 @@ class Key:
     since: str = ""  # the version that added it; such a key counts in a run's identity only if it differs from the default
     shown_only: bool = False  # never counts in a run's identity: it changes what is recorded, not what is computed
     when: str = ""  # condition under which it has an effect
+    kind: Any = None  # type of the value, without None
     nullable: bool = False
     is_list: bool = False
 
@@ -323,8 +324,8 @@ def _keys_of(section: Any, prefix: str, when: str) -> Iterator[tuple[str, Key]]:
     for each in fields(section):
         if "key" in each.metadata:
             declared: Key = each.metadata["key"]
-            text = str(types[each.name])
-            facts = {"nullable": "None" in text, "is_list": text.startswith("list"), "when": declared.when or when}
+            kind, *none = get_args(types[each.name]) if "None" in str(types[each.name]) else (types[each.name],)
+            facts = {"kind": kind, "nullable": bool(none), "is_list": str(kind).startswith("list"), "when": declared.when or when}
             yield prefix + each.name, Key(**{**declared.__dict__, **facts})
         else:
             yield from _keys_of(types[each.name], f"{prefix}{each.name}.", each.metadata.get("when", ""))

@@ -182,10 +182,11 @@ def study_command(args: argparse.Namespace) -> int:
     from fedlens.study.estimate import estimate
     from fedlens.study.plan import read_plan
     from fedlens.study.results import Gathered
-    from fedlens.study.runner import Study, study_folder
+    from fedlens.study.runner import Study
 
     plan = read_plan(args.name, place=args.on, seeds=args.seeds, overrides=args.overrides)
-    study = Study(plan, study_folder(plan, args.out), jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
+    folder = Path(args.out or f"studies/{plan.name}-{plan.place}")
+    study = Study(plan, folder, jobs=args.jobs, retry=args.retry, tables=args.tables, replace=args.replace)
     if args.plan:
         untuned = {cell: search.spec.key for search in study.searches if search.next for cell in search.spec.cells}
         for planned in (p for p in study.plan.runs if p.cell.table in study.tables):
@@ -217,16 +218,10 @@ def keep_command(args: argparse.Namespace) -> int:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from fedlens.cli.doctor import examine
+    from fedlens.cli.table import print_table
 
-    table = Table("", "found", "how to get it")
-    for row in examine(args.root):
-        table.add_row(*map(escape, row))
-    Console(width=None if sys.stdout.isatty() else 250).print(table)
+    print_table(["", "found", "how to get it"], examine(args.root), justify="left")
     return 0
 
 
@@ -239,9 +234,7 @@ def data_prepare_command(args: argparse.Namespace) -> int:
 
 
 def data_inspect_command(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
+    from fedlens.cli.table import print_table
     from fedlens.data.dataset import load_dataset
     from fedlens.data.partition import label_counts, partition, partition_stats
     from fedlens.overrides import compose
@@ -260,10 +253,9 @@ def data_inspect_command(args: argparse.Namespace) -> int:
         save(partition_chart({c.partition: label_counts(labels, shards)}, "partition"), out.with_suffix(""), [out.suffix[1:]])
     except (OSError, ValueError) as error:
         raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
-    table = Table("", "value", title=f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test")
-    for name, value in partition_stats(labels, shards).as_dict().items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}")
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    stats = partition_stats(labels, shards).as_dict().items()
+    title = f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test"
+    print_table(["", "value"], [[name, f"{v:.4g}" if isinstance(v, float) else f"{v:,}"] for name, v in stats], title)
     print(f"figure: {out}" + (f" (the first {SHOWN_CLIENTS} of {len(shards)} clients)" if len(shards) > SHOWN_CLIENTS else ""))
     return 0
 

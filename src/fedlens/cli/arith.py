@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlens.cli.table import print_table
-from fedlens.errors import UserError, bad_value, unknown
+from fedlens.errors import UserError, bad_value
 
 if TYPE_CHECKING:
     from fedlens.lens.task_vectors import TaskVector
@@ -108,33 +108,32 @@ def algebra_command(args: argparse.Namespace) -> int:
 
 
 def merge_command(args: argparse.Namespace) -> int:
-    from fedlens.study.arith import merge_sources
+    from fedlens.lens.merging import merge
+    from fedlens.study.arith import load_vector, run_fisher
 
     weights = None if args.weights is None else [_number("--weights", w, float) for w in args.weights.split(",")]
-    options = _options(args.rule, args.option)
-    return _save(args, *merge_sources(args.inputs, args.rule, weights, device=args.device, root=args.root, **options))
+    options: dict[str, Any] = _options(args.rule, args.option)
+    vectors = [load_vector(source) for source in args.inputs]
+    if args.rule == "fisher":
+        options["fishers"] = [run_fisher(source, args.device, args.root) for source in args.inputs]
+    return _save(args, vectors, merge(vectors, args.rule, weights, **options))
 
 
 def _options(rule: str, texts: Sequence[str]) -> dict[str, float]:
+    """Return the options of a merge rule from words such as density=0.2."""
     from fedlens.lens.merging import RULES
-    from fedlens.registry import options_of
+    from fedlens.registry import check_options, options_of
 
-    if rule not in RULES:
-        raise unknown("--rule", rule, RULES)
-    numeric = list(options_of(RULES[rule], ("sizes", "fishers", "clients")))
-    options: dict[str, float] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in numeric:
-            raise unknown(f"--option of {rule}", name, numeric) if numeric else UserError(f"--option: {rule} has no options, got {text!r}.")
-        options[name] = _number("--option", value, int if name in ("seed", "round") else float)
-    return options
+    options = dict(text.partition("=")[::2] for text in texts)
+    known = options_of(RULES.choose(rule, "--rule"), ("sizes", "fishers", "clients"))
+    check_options("--option", rule, options, dict.fromkeys(known))
+    return {name: _number("--option", value, int if name in ("seed", "round") else float) for name, value in options.items()}
 
 
 def _save(args: argparse.Namespace, vectors: "Sequence[TaskVector]", result: "TaskVector") -> int:
     """Save the result; print its norm, density and cosines with its inputs."""
+    from fedlens.lens.geometry import cosines
     from fedlens.lens.task_vectors import TaskVector
-    from fedlens.study.arith import describe
 
     out = Path(args.out)
     if out.exists():
@@ -143,9 +142,11 @@ def _save(args: argparse.Namespace, vectors: "Sequence[TaskVector]", result: "Ta
         except UserError:
             raise UserError(f"--out: {out} exists and is not a task vector; choose another name.") from None
     result.save(out)
-    rows = []
-    for name, row in zip([*args.inputs, str(out)], describe(vectors, result), strict=True):
-        rows.append([name, f"{row['norm']:.4g}", f"{row['density']:.3g}", *(f"{cosine:+.3f}" for cosine in row["cosines"])])
+    every = [*vectors, result]
+    rows = [
+        [name, f"{vector.norm():.4g}", f"{vector.density:.3g}", *(f"{cosine:+.3f}" for cosine in row[: len(vectors)])]
+        for name, vector, row in zip([*args.inputs, str(out)], every, cosines(every).tolist(), strict=True)
+    ]
     print_table(["task vector", "norm", "density", *(f"cos {i + 1}" for i in range(len(vectors)))], rows)
     return 0
 

@@ -6,6 +6,7 @@ Heavy modules are imported when the command runs, because `fedlens --help` impor
 import argparse
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedlens.cli.table import print_table
@@ -32,13 +33,13 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", co
 
 def search_command(args: argparse.Namespace) -> int:
     from fedlens.study.results import SEARCH_FILE
-    from fedlens.study.search import Search, search_folder
+    from fedlens.study.search import Search
     from fedlens.study.search_space import read_space
 
     if args.jobs < 1:
         raise bad_value("--jobs", args.jobs, ">= 1")
     space = read_space(args.name, place=args.on, trials=args.trials, overrides=args.overrides)
-    folder = search_folder(space, args.out)
+    folder = Path(args.out or f"searches/{space.name}-{space.place}")
     _print(Search(space, folder, jobs=args.jobs).run())
     print(f"written: {folder / SEARCH_FILE}")
     return 0

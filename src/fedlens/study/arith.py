@@ -4,7 +4,8 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from torch import Tensor
 from fedlens.data.dataset import Split
 from fedlens.errors import UserError
 from fedlens.lens.editing import SweepPoint, alphas, best, interpolate
-from fedlens.lens.geometry import cosines
-from fedlens.lens.merging import merge
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector, check_fits
 from fedlens.runs.progress import progress_bar
@@ -73,51 +72,20 @@ class PointEvaluator:
     def logits(self, theta: Tensor, bank: Samples) -> Tensor:
         """Return the logits [samples, classes] at θ in float32."""
         self.move_to(theta)
-        bench = self.bench
-        bench.model.eval()
-        with torch.no_grad(), bench.precision.autocast():
-            parts = torch.split(torch.arange(len(bank)), bench.config.train.eval_batch_size)
-            return torch.cat([bench.model(bench.task.batch(bank, part)[0]).float() for part in parts])
+        return self.bench.outputs(self.bench.model, bank)
 
 
 # --- vectors
 
 
-def is_run(source: Source) -> bool:
-    return Path(source).is_dir()
-
-
 def load_vector(source: Source) -> TaskVector:
     """Load the τ of a finished run, or a task vector from its file."""
-    return load_run(source).task_vector() if is_run(source) else TaskVector.load(source)
-
-
-def describe(vectors: Sequence[TaskVector], result: TaskVector) -> list[dict[str, Any]]:
-    """Return norm, density and cosines with each of `vectors`, one row per vector and a last one for the result."""
-    table = cosines([*vectors, result])[:, : len(vectors)]
-    rows = zip([*vectors, result], table.tolist(), strict=True)
-    return [{"norm": vector.norm(), "density": vector.density, "cosines": row} for vector, row in rows]
-
-
-def merge_sources(
-    sources: Sequence[Source],
-    rule: str = "mean",
-    weights: Sequence[float] | None = None,
-    *,
-    device: str | None = None,
-    root: str | None = None,
-    **options: Any,
-) -> tuple[list[TaskVector], TaskVector]:
-    """Return (the merged vectors, the result). For "fisher", each run's sensitivities come from its own training images and final model."""
-    vectors = [load_vector(source) for source in sources]
-    if rule == "fisher":
-        options["fishers"] = [run_fisher(source, device, root) for source in sources]
-    return vectors, merge(vectors, rule, weights, **options)
+    return load_run(source).task_vector() if Path(source).is_dir() else TaskVector.load(source)
 
 
 def run_fisher(source: Source, device: str | None = None, root: str | None = None) -> dict[str, Tensor]:
     """Return a run's sensitivities at its final model on up to FISHER_SAMPLES of its training images."""
-    if not is_run(source):
+    if not Path(source).is_dir():
         raise UserError(f"merge: fisher needs run folders, because it scores each run on its own data; {source} is a file.")
     evaluator = PointEvaluator(load_run(source), device, root)
     evaluator.move_to(evaluator.theta(evaluator.run.state))
@@ -138,54 +106,53 @@ def default_alphas(tau: Tensor, lowest: float = -1.0, least: float = 2.0) -> lis
     return [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
 
 
-def sweep_run(
-    run: Run, tau: TaskVector | Source | None = None, grid: Alphas | None = None, *, device: str | None = None, root: str | None = None
-) -> dict[str, Any]:
-    """Evaluate θ₀ + α·τ from a run's θ₀ along its own τ or another: validation chooses α; test at that α, 0 and 1."""
-    end = run.state if tau is None else None
+def sweep_run(run: Run, tau: TaskVector | Source | None = None, grid: Alphas | None = None, **where: str | None) -> dict[str, Any]:
+    """Evaluate θ₀ + α·τ from a run's θ₀ along its own τ or another: validation chooses α; test at that α, 0 and 1. `where`: device, root."""
     if isinstance(tau, str | Path):
         tau = load_vector(tau)
-    notes = [] if tau is None else same_validation(run, tau.origins)
-    vector = run.task_vector() if tau is None else tau
-    end = vector.apply_to(run.start) if end is None else end  # its own final model to the bit, not rounded as θ₀ + τ
-    evaluator = PointEvaluator(run, device, root)
+    vector, notes = (run.task_vector(), []) if tau is None else (tau, same_validation(run, tau.origins))
+    end = run.state if tau is None else tau.apply_to(run.start)  # its own final model to the bit, not rounded as θ₀ + τ
+    evaluator = PointEvaluator(run, **where)
     values = default_alphas(evaluator.direction(vector)) if grid is None else alphas(grid)
     facts = {"run": str(run.path), "norm": vector.norm(), "density": vector.density, "notes": notes}
     return facts | evaluate_line(evaluator, evaluator.theta(run.start), evaluator.theta(end), values)
 
 
-def interpolate_runs(
-    run_a: Run, run_b: Run, grid: Alphas = "0:1:11", *, device: str | None = None, root: str | None = None
-) -> dict[str, Any]:
+def interpolate_runs(run_a: Run, run_b: Run, grid: Alphas = "0:1:11", **where: str | None) -> dict[str, Any]:
     """Evaluate W_a + α(W_b − W_a) between two finished runs of the same data and model; α outside [0, 1] extrapolates."""
     check_same_task(run_a, run_b)
-    evaluator, between = PointEvaluator(run_a, device, root), TaskVector.between(run_a.state, run_b.state)
+    evaluator, between = PointEvaluator(run_a, **where), TaskVector.between(run_a.state, run_b.state)
     facts = {"run_a": str(run_a.path), "run_b": str(run_b.path), "norm": between.norm(), "notes": same_validation(run_a, [run_b.origin])}
     return facts | evaluate_line(evaluator, evaluator.theta(run_a.state), evaluator.theta(run_b.state), alphas(grid))
 
 
 def evaluate_line(evaluator: PointEvaluator, start: Tensor, end: Tensor, grid: Sequence[float]) -> dict[str, Any]:
     """Validate at every α on the line from start (0) to end (1); test at the best α and at both ends."""
-    bench = evaluator.bench
     check_validation(evaluator)
+    banks = {"val": evaluator.bench.val}
 
-    def validate(alpha: float) -> SweepPoint:
-        loss, accuracy = evaluator.evaluate(interpolate(start, end, alpha), bench.val)
-        return SweepPoint(alpha, {"val_accuracy": accuracy, "val_loss": loss})
+    def measure(alpha: float, split: str) -> dict[str, float]:
+        loss, accuracy = evaluator.evaluate(interpolate(start, end, alpha), banks[split])
+        return {f"{split}_accuracy": accuracy, f"{split}_loss": loss}
 
-    points: dict[float, SweepPoint] = {}
-    with progress_bar("validation", len(grid)) as bar:
-        for alpha in grid:
-            points[alpha] = validate(alpha)
-            bar.advance()
-    chosen, test = best(list(points.values())).alpha, evaluator.bank(bench.dataset.test)
-    reported: dict[float, dict[str, float]] = {}
-    for alpha in {chosen, 0.0, 1.0}:
-        loss, accuracy = evaluator.evaluate(interpolate(start, end, alpha), test)
-        point = points.get(alpha) or validate(alpha)
-        reported[alpha] = {"alpha": alpha, **point.metrics, "test_accuracy": accuracy, "test_loss": loss}
+    points = {p.alpha: p for p in validated(lambda alpha: measure(alpha, "val"), grid)}
+    chosen, banks["test"] = best(list(points.values())).alpha, evaluator.bank(evaluator.bench.dataset.test)
+
+    def report(alpha: float) -> dict[str, float]:
+        validation = points[alpha].metrics if alpha in points else measure(alpha, "val")
+        return {"alpha": alpha, **validation, **measure(alpha, "test")}
+
     rows = [{"alpha": p.alpha, **p.metrics} for p in points.values()]
-    return {"points": rows, "chosen": reported[chosen], "start": reported[0.0], "end": reported[1.0]}
+    reports = {alpha: report(alpha) for alpha in {chosen, 0.0, 1.0}}
+    return {"points": rows, "chosen": reports[chosen], "start": reports[0.0], "end": reports[1.0]}
+
+
+def validated(validate: Callable[[float], dict[str, float]], values: Sequence[float]) -> Iterator[SweepPoint]:
+    """Yield the point of each α with its metrics on validation, and show the progress."""
+    with progress_bar("validation", len(values)) as bar:
+        for alpha in values:
+            yield SweepPoint(alpha, validate(alpha))
+            bar.advance()
 
 
 def check_validation(evaluator: PointEvaluator) -> None:
@@ -204,16 +171,8 @@ def same_validation(run: Run, origins: Iterable[str]) -> list[str]:
     """Return a note for every other run that trained on images which this run validates on."""
     ours, notes = json.loads(run.origin), []
     for origin in sorted(origins):
-        theirs = _parsed_origin(origin)
-        if theirs and theirs["data"] == ours["data"] and any(theirs[key] != ours[key] for key in ("seed", "val_fraction")):
-            notes.append(f"{theirs['run']} has another seed or data.val_fraction: it trained on images that {run.path} validates on")
+        with suppress(ValueError, TypeError, KeyError):  # another program wrote it
+            theirs = json.loads(origin)
+            if theirs["data"] == ours["data"] and any(theirs[key] != ours[key] for key in ("seed", "val_fraction")):
+                notes.append(f"{theirs['run']} has another seed or data.val_fraction: it trained on images that {run.path} validates on")
     return notes
-
-
-def _parsed_origin(text: str) -> dict[str, Any]:
-    """Return the origin of a task vector; empty if another program wrote it."""
-    try:
-        origin = json.loads(text)
-    except ValueError:
-        return {}
-    return origin if isinstance(origin, dict) and origin.keys() >= {"run", "data", "seed", "val_fraction"} else {}

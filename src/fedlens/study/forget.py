@@ -14,8 +14,7 @@ from fedlens.data.partition import label_counts
 from fedlens.errors import UserError, bad_value
 from fedlens.lens.editing import SweepPoint, alphas, negate
 from fedlens.lens.task_vectors import TaskVector
-from fedlens.runs.progress import progress_bar
-from fedlens.study.arith import Alphas, PointEvaluator, check_same_task, check_validation
+from fedlens.study.arith import Alphas, PointEvaluator, check_same_task, check_validation, validated
 from fedlens.training.federated import make_shards
 from fedlens.training.run import Run
 
@@ -24,22 +23,17 @@ DEFAULT_ALPHAS = [q / 4 for q in chain(range(12), range(12, 40, 2), range(40, 16
 
 
 def forget_client(
-    run: Run,
-    client: int,
-    *,
-    keep: float = 0.95,
-    grid: Alphas | None = None,
-    without: Sequence[Run] = (),
-    device: str | None = None,
-    root: str | None = None,
+    run: Run, client: int, *, keep: float = 0.95, grid: Alphas | None = None, without: Sequence[Run] = (), **where: str | None
 ) -> dict[str, Any]:
-    """Subtract a client's contribution. Target: the classes that it holds; control: all others.
+    """Subtract a client's contribution. Target: the classes that it holds; control: all others. `where`: device, root.
 
     without: candidates for a comparison. A run that excluded this client only is evaluated as "retrained", and its head, which has never seen the
     client's data, on this run's model as "reheaded".
     """
-    tau, evaluator = run.client_vectors([client])[client], PointEvaluator(run, device, root)
-    classes, shared = classes_of_client(evaluator, client)
+    tau, evaluator = run.client_vectors([client])[client], PointEvaluator(run, **where)
+    holds = client_classes(evaluator)
+    classes: list[int] = np.flatnonzero(holds[client]).tolist()
+    shared = [c for c in classes if holds[:, c].sum() > 1]
     result = forget(evaluator, tau, classes, keep=keep, grid=grid)
     names = evaluator.bench.dataset.class_names
     if shared:
@@ -103,12 +97,10 @@ def class_numbers(evaluator: PointEvaluator, classes: Sequence[str]) -> list[int
 def scan_alphas(validate: Callable[[float], dict[str, float]], values: Sequence[float], keep: float | None) -> list[SweepPoint]:
     """Validate at each α, ascending from 0. With `keep`, stop at a target of 0 or after two controls in a row that are too low."""
     points: list[SweepPoint] = []
-    with progress_bar("validation", len(values)) as bar:
-        for alpha in values:
-            points.append(SweepPoint(alpha, validate(alpha)))
-            bar.advance()
-            if keep is not None and _is_done(points, keep):
-                break
+    for point in validated(validate, values):
+        points.append(point)
+        if keep is not None and _is_done(points, keep):
+            break
     return points
 
 
@@ -124,13 +116,6 @@ def target_and_control(evaluator: PointEvaluator, split: Split, name: str, class
     if empty := next((key for key, bank in banks.items() if not len(bank)), None):
         raise UserError(f"forget: {_listed(evaluator.bench.dataset.class_names, classes)} as target leaves {empty} without images.")
     return lambda theta: {key: evaluator.evaluate(theta, bank)[1] for key, bank in banks.items()}
-
-
-def classes_of_client(evaluator: PointEvaluator, client: int) -> tuple[list[int], list[int]]:
-    """Return (the classes that the client holds, those of them that other clients hold too)."""
-    holds = client_classes(evaluator)
-    mine: list[int] = np.flatnonzero(holds[client]).tolist()
-    return mine, [c for c in mine if holds[:, c].sum() > 1]
 
 
 def client_classes(evaluator: PointEvaluator) -> NDArray[np.bool_]:

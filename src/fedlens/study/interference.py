@@ -1,6 +1,7 @@
 """Agreement, interference and disentanglement of the task vectors of several runs or of one run's clients (lens/geometry.py, on data)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -19,18 +20,17 @@ from fedlens.tasks import Samples
 from fedlens.training.head_and_mask import evenly
 from fedlens.training.run import Run
 
+GRID = "-1.5:1.5:7"  # α along both axes of the map ξ
 LINEAR_AT = (0.5, 1.0)  # α at which the model is compared with its linearisation
 
 
-def interference_of_runs(
-    runs: Sequence[Run], grid: Alphas = "-1.5:1.5:7", samples: int = 500, *, device: str | None = None, root: str | None = None
-) -> dict[str, Any]:
-    """Measure runs of the same data and model, each on validation images of the classes that it trained on."""
+def interference_of_runs(runs: Sequence[Run], grid: Alphas = GRID, samples: int = 500, **where: str | None) -> dict[str, Any]:
+    """Measure runs of the same data and model, each on validation images of the classes that it trained on. `where`: device, root."""
     if len(runs) < 2:
         raise bad_value("the number of runs", len(runs), ">= 2, or 1 with --clients a,b")
     for other in runs[1:]:
         check_same_task(runs[0], other)
-    evaluators = [PointEvaluator(run, device, root) for run in runs]
+    evaluators = [PointEvaluator(run, **where) for run in runs]
     banks = [task_images(evaluator, trained_classes(evaluator), samples) for evaluator in evaluators]
     start = evaluators[0].theta(runs[0].start)
     apart = [float((evaluators[0].theta(run.start) - start).norm()) for run in runs]
@@ -39,6 +39,19 @@ def interference_of_runs(
     if len(vectors) < len(runs):
         raise UserError("runs: one run appears twice; name different runs.")
     return interference(evaluators[0], vectors, banks, grid) | {"notes": notes}
+
+
+def interference_of_clients(
+    run: Run, clients: Sequence[int], grid: Alphas = GRID, samples: int = 500, **where: str | None
+) -> dict[str, Any]:
+    """Measure clients of one run, each on validation images of the classes that it holds."""
+    if len(set(clients)) < 2 or len(set(clients)) < len(clients):
+        raise bad_value("clients", list(clients), "two or more different clients")
+    vectors = {f"client {k}": vector for k, vector in run.client_vectors(clients).items()}
+    evaluator = PointEvaluator(run, **where)
+    holds = client_classes(evaluator)
+    banks = [task_images(evaluator, np.flatnonzero(holds[k]).tolist(), samples) for k in clients]
+    return interference(evaluator, vectors, banks, grid) | {"notes": []}
 
 
 def mask_overlap(a: Run, b: Run) -> dict[str, Any]:
@@ -50,54 +63,30 @@ def mask_overlap(a: Run, b: Run) -> dict[str, Any]:
     return {"names": [str(a.path), str(b.path)], "iou": first.iou(second), "chance": p * q / (p + q - p * q)}
 
 
-def interference_of_clients(
-    run: Run,
-    clients: Sequence[int],
-    grid: Alphas = "-1.5:1.5:7",
-    samples: int = 500,
-    *,
-    device: str | None = None,
-    root: str | None = None,
-) -> dict[str, Any]:
-    """Measure clients of one run, each on validation images of the classes that it holds."""
-    if len(set(clients)) < 2 or len(set(clients)) < len(clients):
-        raise bad_value("clients", list(clients), "two or more different clients")
-    vectors = {f"client {k}": vector for k, vector in run.client_vectors(clients).items()}
-    evaluator = PointEvaluator(run, device, root)
-    holds = client_classes(evaluator)
-    banks = [task_images(evaluator, np.flatnonzero(holds[k]).tolist(), samples) for k in clients]
-    return interference(evaluator, vectors, banks, grid) | {"notes": []}
-
-
 def interference(evaluator: PointEvaluator, vectors: Mapping[str, TaskVector], banks: Sequence[Samples], grid: Alphas) -> dict[str, Any]:
     """Return cosines, sign conflict and drift ratio of all pairs, the linearity gap of each vector and, for two, the map ξ(α₁, α₂)."""
-    values, names = alphas(grid), list(vectors)
+    values, every = alphas(grid), list(vectors.values())
     check_validation(evaluator)
-    start, taus = evaluator.theta(evaluator.run.start), [evaluator.direction(v) for v in vectors.values()]
-    linearity = {}
-    for name, tau, bank in zip(names, taus, banks, strict=True):
-        linearity[name] = linearity_gap(lambda theta, bank=bank: evaluator.logits(theta, bank), start, tau, LINEAR_AT)  # type: ignore[misc]
+    start, taus, table = evaluator.theta(evaluator.run.start), [evaluator.direction(vector) for vector in every], cosines(every)
+    predictors = [partial(evaluator.logits, bank=bank) for bank in banks]
+    gaps = [linearity_gap(logits, start, tau, LINEAR_AT) for logits, tau in zip(predictors, taus, strict=True)]
     return {
-        "names": names,
-        "norms": [vector.norm() for vector in vectors.values()],
+        "names": list(vectors),
+        "norms": [vector.norm() for vector in every],
         "samples": [len(bank) for bank in banks],
-        "sign_conflict": sign_conflict(list(vectors.values())),
-        "drift_ratio": drift_ratio(list(vectors.values())),
-        "pairs": pairs(vectors),
-        "linearity": linearity,
+        **_disagreement(every),
+        "pairs": [
+            {"a": a, "b": b, "cosine": float(table[i, j]), **_disagreement([every[i], every[j]])}
+            for (i, a), (j, b) in combinations(enumerate(vectors), 2)
+        ],
+        "linearity": dict(zip(vectors, gaps, strict=True)),
         "alphas": values,
         "xi": xi_map(evaluator, start, taus, banks, values).tolist() if len(taus) == 2 else None,
     }
 
 
-def pairs(vectors: Mapping[str, TaskVector]) -> list[dict[str, Any]]:
-    names, table = list(vectors), cosines(list(vectors.values()))
-    rows = []
-    for (i, a), (j, b) in combinations(enumerate(names), 2):
-        pair = [vectors[a], vectors[b]]
-        cosine = float(table[i, j])
-        rows.append({"a": a, "b": b, "cosine": cosine, "sign_conflict": sign_conflict(pair), "drift_ratio": drift_ratio(pair)})
-    return rows
+def _disagreement(vectors: Sequence[TaskVector]) -> dict[str, float]:
+    return {"sign_conflict": sign_conflict(vectors), "drift_ratio": drift_ratio(vectors)}
 
 
 def xi_map(evaluator: PointEvaluator, start: Tensor, taus: Sequence[Tensor], banks: Sequence[Samples], values: Sequence[float]) -> Tensor:
@@ -127,5 +116,4 @@ def trained_classes(evaluator: PointEvaluator) -> list[int]:
     fed = evaluator.bench.config.federated
     if not (fed.exclude or fed.idle) or evaluator.bench.config.trainer != "federated":
         return list(range(evaluator.bench.dataset.num_classes))
-    classes: list[int] = np.flatnonzero(client_classes(evaluator).any(0)).tolist()
-    return classes
+    return [c for c, held_by in enumerate(client_classes(evaluator).T) if held_by.any()]

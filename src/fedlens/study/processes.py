@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -34,7 +34,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Create the folder if it is missing, lock it for this process and remove what a killed one left half-written."""
     make_folder(folder)
     with take_lock(folder, "--out"):
-        for place in (folder, folder / "configs", folder / "analyses", folder / "cache"):
+        for place in (folder, folder / "analyses", folder / "cache"):
             remove_parts(place)
         yield
 
@@ -66,68 +66,49 @@ class ProcessWorker:
     def __init__(self, command: list[str], place: int = 0, jobs: int = 1) -> None:
         self.command, self.place, self.jobs = command, place, jobs
         self._process: subprocess.Popen[str] | None = None
-        self._busy = self._closed = False
-        self._guard = threading.Lock()  # protects the three above: close may be called while the process starts
+        self._closed = False
+        self._guard = threading.Lock()  # protects the two above: `close` may be called while another thread starts the process
 
     def do(self, task: Any) -> Any:
         """Return the program's answer to a task, both as JSON. Raises ChildProcessError with its last line of stderr if the process ends."""
         with self._guard:
-            if self._process is None:
-                self._process = self._start()
-            process, answer, self._busy = self._process, "", True
+            if self._closed:
+                raise ChildProcessError("closed")
+            process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError, ValueError):  # it died, or another thread closed this worker
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
-        self._busy = False
-        if answer:
-            return json.loads(answer)
-        self._process = None
-        code = self._end(process)
-        if -code in KILLS:
+            if answer := process.stdout.readline():
+                return json.loads(answer)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        code, last = process.returncode, self.retire()
+        if code is not None and -code in KILLS:
             raise Killed(f"its process was ended by {signal.Signals(-code).name}")
-        raise ChildProcessError(next((line.strip() for line in reversed(self._stderr) if line.strip()), f"the process ended with {code}"))
+        raise ChildProcessError(last or f"the process ended with {process.returncode}")
 
     def _start(self) -> "subprocess.Popen[str]":
-        if self._closed:
-            raise ChildProcessError("closed")
-        pipe = subprocess.PIPE
-        environment = environment_of(self.place, self.jobs)
-        process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-        self._stderr: deque[str] = deque(maxlen=20)  # last lines
-        self._reader = threading.Thread(target=self._stderr.extend, args=(process.stderr,), daemon=True)
-        self._reader.start()
-        return process
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `retire`
+        pipe, environment = subprocess.PIPE, environment_of(self.place, self.jobs)
+        return subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, env=environment)
 
-    def retire(self) -> None:
-        """End the process: an idle one by closing its stdin, a busy one by killing it. The next task starts a new one."""
+    def retire(self) -> str:
+        """End the process and return its last line of stderr. The next task starts a new one."""
         with self._guard:
-            process, self._process, busy = self._process, None, self._busy
+            process, self._process = self._process, None
         if process is None:
-            return
-        if busy:
-            process.kill()  # the thread in `do` sees the end of the process and cleans up
-        else:
-            self._end(process)
-
-    def _end(self, process: "subprocess.Popen[str]") -> int:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        with suppress(OSError):
-            process.stdin.close()
-        try:
-            code = process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        process.stdout.close()
-        self._reader.join(timeout=10)
-        if not self._reader.is_alive():  # else a grandchild still holds the other end, and close would wait for it
-            process.stderr.close()
-        return code
+            return ""
+        with self._stderr:
+            with suppress(BrokenPipeError), process:  # closes its pipes and waits
+                process.kill()
+            self._stderr.seek(0)
+            return self._stderr.read().strip().rpartition("\n")[2].strip()
 
     def close(self) -> None:
-        self._closed = True
+        """End the process for good."""
+        with self._guard:
+            self._closed = True
         self.retire()
 
 
@@ -138,22 +119,12 @@ class WorkerPool:
         self.workers = [ProcessWorker(command, place, jobs) for place in range(jobs)]
 
     def map(self, do: Callable[[ProcessWorker, Task], Answer], tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
-        """Yield (task, answer) in the order of the tasks; each runs on the next idle worker."""
-        idle: SimpleQueue[ProcessWorker] = SimpleQueue()
-        for worker in self.workers:
-            idle.put(worker)
-
-        def on_idle_worker(task: Task) -> Answer:
-            worker = idle.get()
+        """Yield (task, answer) in the order of the tasks. Each thread has a worker of its own and takes the next task when it is idle."""
+        own, workers = threading.local(), iter(self.workers)
+        with ThreadPoolExecutor(len(self.workers), initializer=lambda: setattr(own, "worker", next(workers))) as pool:
             try:
-                return do(worker, task)
-            finally:
-                idle.put(worker)
-
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            try:
-                running = [(task, pool.submit(on_idle_worker, task)) for task in tasks]
-                for task, future in running:
+                running = [pool.submit(lambda task: do(own.worker, task), task) for task in tasks]
+                for task, future in zip(tasks, running, strict=True):
                     while not wait([future], timeout=1.0).done:
                         continue  # an endless wait could miss an interrupt that comes just before it
                     yield task, future.result()
@@ -168,27 +139,19 @@ class WorkerPool:
 
 
 def serve(do: Callable[[Any], Any]) -> None:
-    """Be the process of a `ProcessWorker`: read tasks from stdin, write answers to stdout, end when stdin closes.
-
-    A closed stdin during a task means that the parent is gone, so the process ends at once."""
+    """Be the process of a `ProcessWorker`: read tasks from stdin and write answers to stdout, until stdin closes because the parent is gone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a task prints goes to stderr, not among the answers
     tasks: SimpleQueue[Any] = SimpleQueue()
-    idle = threading.Event()
-    idle.set()
 
     def read() -> None:
         for line in sys.stdin:
-            idle.clear()
             tasks.put(json.loads(line))
-        if not idle.is_set():
-            os._exit(1)
-        tasks.put(None)
+        os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
-    while (task := tasks.get()) is not None:
-        answer = do(task)
+    while True:
+        answer = do(tasks.get())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # between tasks, other processes may use the memory
-        idle.set()
         print(json.dumps(answer), file=answers, flush=True)

@@ -249,10 +249,14 @@ class SearchResult:
     """A search over hyper-parameters on validation (search.py); it does not read the test set."""
 
     name: str
+    place: str
     question: str
+    objective: str
     experiment: list[str]  # the overrides that all trials share
     keys: list[str]
-    trials: list[Mapping[str, Any]]  # {number, params: key -> value, value: validation accuracy or None, state: complete | pruned | failed}
+    trials: Sequence[
+        Mapping[str, Any]
+    ]  # {number, params: key -> value, value: validation accuracy or None, state: complete | pruned | failed}
     default: Mapping[str, Any]  # {params, value} of the default configuration
     best: int | None  # number of a trial
 
@@ -299,8 +303,8 @@ def _distinct(folders: Iterable[Path]) -> list[Path]:
 def read_search(folder: Path) -> SearchResult:
     content = _json(folder / SEARCH_FILE)
     try:
-        return SearchResult(**{name: content[name] for name in ("name", "question", "experiment", "keys", "trials", "default", "best")})
-    except (KeyError, TypeError) as error:
+        return SearchResult(**{"place": "", "objective": "", **content})
+    except TypeError as error:
         raise UserError(f"report: {folder / SEARCH_FILE} is not the file of a search ({first_line(error)}).") from None
 
 
@@ -382,12 +386,12 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's config.yaml; its keys are unchecked, so that files of any version can be read."""
+    """Return the content of a run's config.yaml, unchecked, so that files of any version can be read."""
     digests.verify(folder, "config.yaml")
-    try:
+    try:  # with libyaml, where it is there: a report reads hundreds of files
         content = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, OSError, ValueError) as error:
-        raise UserError(f"report: {folder / 'config.yaml'} cannot be read ({first_line(error)}).") from None
+        raise UserError(f"report: {folder / 'config.yaml'} cannot be read as YAML ({first_line(error)}).") from None
     if not isinstance(content, dict):
         raise UserError(f"report: {folder / 'config.yaml'} is not a configuration.")
     return {str(key): value for key, value in content.items()}

@@ -10,21 +10,22 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedlens.config import Config
+from omegaconf import OmegaConf
+
 from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
 from fedlens.files import write_atomic
-from fedlens.overrides import from_file, to_yaml
+from fedlens.overrides import from_file, to_config
 from fedlens.runs import digests
 from fedlens.runs.cache import CACHE
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
 from fedlens.runs.store import CHECKPOINTS, CLIENTS_FOLDER, CONFIG_FILE, MODEL_FILE, SUMMARY_FILE, is_finished, read_summary, write_json
-from fedlens.study.analyses import planned_analyses
+from fedlens.study.analyses import PlannedAnalysis, planned_analyses
 from fedlens.study.archive import run_names
 from fedlens.study.plan import Plan, PlanCell, PlannedRun, changed
 from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
@@ -87,55 +88,49 @@ class Study:
         return [p for p in self.selected() if not self.finished(p) and p.name not in self.failures]
 
     def run(self) -> StudyResult:
-        with locked(self.folder):
-            lost = [] if self.replace else self.lost_runs()
-            if lost:
+        with locked(self.folder), closing(self.pool):
+            if not self.replace and (lost := self.lost_runs()):
                 raise UserError(
                     f"--out: {self.folder} has {len(lost)} finished runs that this plan lacks, such as {lost[0]}; "
                     "choose another --out, or --replace to leave them out of the tables."
                 )
-            try:
-                return self._run()
-            finally:
-                self.pool.close()
+            return self._run()
 
     def lost_runs(self) -> list[str]:
         """Return the finished runs in study.json that the plan lacks. Runs that differ only in the value of a tuned key are not lost."""
         planned = {p.name for p in self.plan.runs} | {name for search in self.searches for name in search.metadata()["runs"]}
         named = dict.fromkeys(run_names(_read(self.folder / STUDY_FILE)))
         lacking = [name for name in named if name not in planned and is_finished(run_folder(self.folder, name))]
-        known = self._identities_at_defaults() if lacking else set()
-        return [name for name in lacking if not known & self._identities_of(name)]
-
-    def _identities_at_defaults(self) -> set[str]:
-        """Return the identities of tuned cells and their trials with every tuned key at its default."""
+        if not lacking:
+            return []
         specs = self.untuned.tuning
         cells = [changed(p.config, s.key, s.default) for s in specs for p in self.untuned.runs if p.cell in s.cells]
-        return {identity(config) for config in (*cells, *(s.base for s in specs))}
+        known = {identity(config) for config in (*cells, *(s.base for s in specs))}
+        return [name for name in lacking if not known & self._identities_at_defaults(name)]
 
-    def _identities_of(self, name: str) -> set[str]:
+    def _identities_at_defaults(self, name: str) -> set[str]:
         """Return the identities that a run would have at the default of each tuned key."""
         try:
             digests.verify(run_folder(self.folder, name), CONFIG_FILE)
             config = from_file(run_folder(self.folder, name) / CONFIG_FILE)
         except UserError:
             return set()
-        return {identity(changed(config, key, value)) for key, value in {(s.key, s.default) for s in self.untuned.tuning}}
+        return {identity(changed(config, spec.key, spec.default)) for spec in self.untuned.tuning}
 
     def _run(self) -> StudyResult:
         self._write_study_file()  # so that a report can be made at any time
         with _cache(self.folder / "cache"):
             self._tune()
-        todo, total = self.missing(), len(self.selected())
-        log.info("study %s on %s: %d runs, %d to do", self.plan.name, self.plan.place, total, len(todo))
-        self._write_study_file()
-        with _cache(self.folder / "cache"), progress_bar(self.plan.name, total, total - len(todo), lines=True) as bar:
-            for planned, error in self._execute(todo):
-                label = f"{planned.cell.label}, seed {planned.seed}"
-                self._note(planned.name, label, error)
-                if error is None:
-                    shutil.rmtree(self.path(planned) / CHECKPOINTS, ignore_errors=True)
-                bar.advance(1, f"{label}{self._result_text(planned)}")
+            todo, total = self.missing(), len(self.selected())
+            log.info("study %s on %s: %d runs, %d to do", self.plan.name, self.plan.place, total, len(todo))
+            self._write_study_file()
+            with progress_bar(self.plan.name, total, total - len(todo), lines=True) as bar:
+                for planned, error in self._execute(todo):
+                    label = f"{planned.cell.label}, seed {planned.seed}"
+                    self._note(planned.name, label, error)
+                    if error is None:
+                        shutil.rmtree(self.path(planned) / CHECKPOINTS, ignore_errors=True)
+                    bar.advance(1, f"{label}{self._result_text(planned)}")
         self._analyse()
         self._write_study_file()
         return read_study(self.folder)
@@ -144,41 +139,33 @@ class Study:
         """Run trials until every selected cell has its value; keep their numbers and delete their weights.
 
         A failure of the device or the disk does not count against a value: its cell is skipped, and the next start tries it again."""
-        interrupted: dict[str, str] = {}  # trial -> reason
+        interrupted: dict[str, UserError] = {}  # trial -> reason
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
-        while active := [
-            s for s in self.searches if s.next and s.spec.cell.table in self.tables and not self._interruption(s, interrupted)
-        ]:
+        while active := [s for s in self.searches if s.next and s.spec.cell.table in self.tables and not _interruption(s, interrupted)]:
             trials = {(trial := s.spec.trial(k)).name: (trial, f"{s.spec.key} {s.spec.value(k):g}") for s in active for k in s.next}
-            values = {name: value for name, (_, value) in trials.items()}
             log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(trials), len(active))
             with progress_bar("tuning", len(trials), lines=True) as bar:
                 for trial, error in self._execute([trial for trial, _ in trials.values()]):
-                    if isinstance(error, Retryable):
-                        interrupted[trial.name] = error
-                    elif error is not None:
-                        self.failed_trials[trial.name] = error
-                    else:
+                    if error is None:
                         remove_weights(self.path(trial))
+                    elif isinstance(error, Elsewhere):
+                        interrupted[trial.name] = error
+                    else:
+                        self.failed_trials[trial.name] = str(error)
                     self._apply_tuning()
                     self._write_study_file()
-                    bar.advance(1, f"{trial.cell.label}, {values[trial.name]}{self._result_text(trial)}")
-        self._note_untuned(interrupted)
-
-    def _note_untuned(self, interrupted: Mapping[str, str]) -> None:
-        """Record a failure for the runs of every cell whose search has no value."""
+                    bar.advance(1, f"{trial.cell.label}, {trials[trial.name][1]}{self._result_text(trial)}")
         for search in self.searches:
-            spec, why = search.spec, self._interruption(search, interrupted)
-            if why is None and search.value is None and not search.next:
-                why = f"no value of {spec.key} trains; tried {', '.join(f'{spec.value(k):g}' for k in sorted(search.tried))}"
-            for planned in self.plan.runs if why is not None else ():
-                if planned.cell in spec.cells and planned.name not in self.failures:
-                    self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
+            self._note_untuned(search, _interruption(search, interrupted))
 
-    def _interruption(self, search: LineSearch, interrupted: Mapping[str, str]) -> str | None:
-        """Return why this search cannot go on now, or None."""
-        names = [search.spec.trial(k).name for k in search.next]
-        return next((f"{TUNING}{interrupted[name]}" for name in names if name in interrupted), None)
+    def _note_untuned(self, search: LineSearch, why: str | None) -> None:
+        """Record a failure for the runs of a cell whose search was interrupted, or ended without a value."""
+        spec = search.spec
+        if why is None and search.value is None and not search.next:
+            why = f"no value of {spec.key} trains; tried {', '.join(f'{spec.value(k):g}' for k in sorted(search.tried))}"
+        for planned in self.plan.runs:
+            if why is not None and planned.cell in spec.cells and planned.name not in self.failures:
+                self._note(planned.name, f"{planned.cell.label}, seed {planned.seed}", why)
 
     def _result_text(self, planned: PlannedRun) -> str:
         """Return ": 89.15 % on the test set, 58 s" for a finished run, else nothing."""
@@ -188,27 +175,28 @@ class Study:
                 return f": {100 * summary[key]:.2f} % on {name}, {summary['seconds']:.0f} s"
         return ""
 
-    def _note(self, name: str, label: str, error: str | None) -> None:
+    def _note(self, name: str, label: str, error: UserError | str | None) -> None:
         if error is not None:
-            self.failures[name] = error
+            self.failures[name] = str(error)
             log.error("%s: %s", label, error)
             self._write_study_file()
 
     def _analyse(self) -> None:
         todo = [a for a in self.analyses if not (self.folder / a.file).is_file() and a.file not in self.failures]
-        todo = [a for a in todo if all(self.finished(planned) for planned in a.runs)]
-        without = [a for a in todo if not all((self.path(planned) / MODEL_FILE).is_file() for planned in a.runs)]
-        if without:
-            log.info("%d analyses are skipped: the weights of their runs are not in %s", len(without), self.folder)
-        todo = [a for a in todo if a not in without]
-        with progress_bar("analyses", len(self.analyses), len(self.analyses) - len(todo), lines=True) as bar:
-            for analysis in todo:
-                file = self.folder / analysis.file
-                file.parent.mkdir(exist_ok=True)
-                with quiet():
-                    error = _attempt(lambda a=analysis, file=file: write_json(file, a.measure(self.folder / "runs")))  # type: ignore[misc]
-                self._note(analysis.file, f"{analysis.title}, seed {analysis.seed}", error)
-                bar.advance(1, f"{analysis.title}, seed {analysis.seed}")
+        todo = [a for a in todo if all(map(self.finished, a.runs))]
+        measurable = [a for a in todo if all((self.path(planned) / MODEL_FILE).is_file() for planned in a.runs)]
+        if without := len(todo) - len(measurable):
+            log.info("%d analyses are skipped: the weights of their runs are not in %s", without, self.folder)
+        with progress_bar("analyses", len(self.analyses), len(self.analyses) - len(measurable), lines=True) as bar:
+            for analysis in measurable:
+                label = f"{analysis.title}, seed {analysis.seed}"
+                self._note(analysis.file, label, _attempt(self._measure, analysis))
+                bar.advance(1, label)
+
+    def _measure(self, analysis: PlannedAnalysis) -> None:
+        (self.folder / analysis.file).parent.mkdir(exist_ok=True)
+        with quiet():
+            write_json(self.folder / analysis.file, analysis.measure(self.folder / "runs"))
 
     def _write_study_file(self) -> None:
         """Write study.json: the plan, and the names of its runs and analyses."""
@@ -230,12 +218,11 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / STUDY_FILE, content)
 
-    def _execute(self, todo: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, str | None]]:
+    def _execute(self, todo: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, UserError | None]]:
         """Yield each run with its error, in the order of the plan. One job runs in this process, several in worker processes."""
         if self.jobs == 1:
-            yield from ((planned, _attempt(lambda planned=planned: self._execute_in(None, planned))) for planned in todo)  # type: ignore[misc]
-        else:
-            yield from self.pool.map(lambda worker, planned: _attempt(lambda: self._execute_in(worker, planned)), todo)
+            return ((planned, _attempt(self._execute_in, None, planned)) for planned in todo)
+        return self.pool.map(lambda worker, planned: _attempt(self._execute_in, worker, planned), todo)
 
     def _prepare(self, planned: PlannedRun) -> None:
         planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
@@ -246,38 +233,32 @@ class Study:
         if worker is None:
             with quiet():
                 execute(planned.config)
-        elif failure := worker.do(write_config(self.folder, planned.name, planned.config)):
+        elif failure := worker.do(asdict(planned.config)):
             if failure["broken"]:
                 worker.retire()  # a failed device may fail for later runs of the same process too
-            raise (ChildProcessError if failure["broken"] else UserError)(failure["error"])
+            raise (Elsewhere if failure["broken"] else UserError)(failure["error"])
 
 
-def write_config(folder: Path, name: str, config: Config) -> str:
-    """Write a configuration for a worker process; return the file's path."""
-    file = folder / "configs" / f"{name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, to_yaml(config))
-    return str(file)
+def _interruption(search: LineSearch, interrupted: Mapping[str, UserError]) -> str | None:
+    """Return why this search cannot go on now, or None. `interrupted`: trial -> reason."""
+    names = [search.spec.trial(k).name for k in search.next]
+    return next((f"{TUNING}{interrupted[name]}" for name in names if name in interrupted), None)
 
 
-class Retryable(str):
-    """The message of a failure of the device or the disk, which a later attempt may not have."""
+def _attempt(work: Callable[..., object], *arguments: Any) -> UserError | None:
+    """Do the work; return its error, or None. Elsewhere: a failure of the device or the disk, which a later attempt may not have.
 
-    __slots__ = ()
-
-
-def _attempt(work: Callable[[], None]) -> str | None:
-    """Do the work; return the message of its error, or None."""
+    The error is a new one without traceback, which would keep the run's model in memory."""
     try:
-        work()
+        work(*arguments)
     except Killed as error:
-        return Retryable(f"{INTERRUPTED}{error}")
+        return Elsewhere(f"{INTERRUPTED}{error}")
     except (Elsewhere, ChildProcessError) as error:
-        return Retryable(error)
+        return Elsewhere(str(error))
     except UserError as error:
-        return str(error)
+        return UserError(str(error))
     except (RuntimeError, OSError, MemoryError) as error:
-        return Retryable(f"{type(error).__name__}: {first_line(error)}")
+        return Elsewhere(f"{type(error).__name__}: {first_line(error)}")
     return None
 
 
@@ -303,43 +284,33 @@ def _read(path: Path) -> dict[str, Any]:
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
     """Share features and masks between all runs, including those in worker processes, unless the user has set a cache folder."""
-    if CACHE in os.environ:
-        yield
-        return
-    os.environ[CACHE] = str(folder.resolve())
+    if ours := CACHE not in os.environ:
+        os.environ[CACHE] = str(folder.resolve())
     try:
         yield
     finally:
-        del os.environ[CACHE]
+        if ours:
+            del os.environ[CACHE]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Show only warnings of a run on the screen; all its lines go to its log.txt."""
-    screens = [h for h in log.handlers if type(h) is logging.StreamHandler]
-    levels = [h.level for h in screens]
-    for handler in screens:
+    levels = {handler: handler.level for handler in log.handlers if type(handler) is logging.StreamHandler}
+    for handler in levels:
         handler.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for handler, level in zip(screens, levels, strict=True):
+        for handler, level in levels.items():
             handler.setLevel(level)
 
 
-def study_folder(plan: Plan, out: str | None) -> Path:
-    return Path(out) if out else Path("studies") / f"{plan.name}-{plan.place}"
-
-
-def _execute_file(config: str) -> dict[str, Any] | None:
+def _execute_task(config: dict[str, Any]) -> dict[str, Any] | None:
     """Execute one run in a worker process; return its error."""
-
-    def run() -> None:
-        execute(from_file(Path(config)))
-
-    error = _attempt(run)
-    return None if error is None else {"error": error, "broken": isinstance(error, Retryable)}
+    error = _attempt(lambda: execute(to_config(OmegaConf.create(config))))
+    return None if error is None else {"error": str(error), "broken": isinstance(error, Elsewhere)}
 
 
 if __name__ == "__main__":
-    serve(_execute_file)
+    serve(_execute_task)

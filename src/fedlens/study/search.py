@@ -10,16 +10,18 @@ more trials it continues. A configuration that several trials share is trained o
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError, first_line
-from fedlens.overrides import from_file
+from fedlens.overrides import to_config
 from fedlens.runs.digests import Damaged
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
@@ -27,7 +29,7 @@ from fedlens.runs.store import is_finished, read_metrics, write_json
 from fedlens.seeding import key as keyed
 from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
-from fedlens.study.runner import quiet, remove_weights, write_config
+from fedlens.study.runner import quiet, remove_weights
 from fedlens.study.search_space import Dimension, Space, as_overrides
 from fedlens.training.run import execute
 
@@ -45,10 +47,6 @@ def optuna() -> Any:
     return module
 
 
-class Pruned(Exception):
-    """Ends a trial that is worse than the median."""
-
-
 class PruningTracker:
     """Reports each evaluation of a run to Optuna, whose pruner may end the run."""
 
@@ -63,7 +61,7 @@ class PruningTracker:
         self.accuracies[step] = metrics["val_accuracy"]
         is_last = metrics.get("round", 0) >= self.config.federated.rounds or metrics.get("epoch", 0) >= self.config.train.epochs
         if prune and not is_last and self.trial.should_prune():
-            raise Pruned
+            raise optuna().TrialPruned
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         return
@@ -80,14 +78,22 @@ def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
         with quiet():
             run = execute(config, watch=tracker)
         outcome = {"state": "complete", "value": run.summary["val_accuracy"], "why": None}
-    except Pruned:
+    except optuna().TrialPruned:  # worse than the median
         outcome = {"state": "pruned", "value": max(tracker.accuracies.values()), "why": None}
     except (Elsewhere, Damaged) as error:  # does not count against these values: the next start resumes the run
         return {"state": "stopped", "value": None, "why": first_line(error)}
     except (UserError, RuntimeError, MemoryError) as error:  # such as a loss that is not finite, or a device with too little memory
-        outcome = {"state": "failed", "value": None, "why": first_line(error), "broken": not isinstance(error, UserError)}
+        outcome = _failed(first_line(error), broken=not isinstance(error, UserError))
     remove_weights(path)
     return outcome
+
+
+def _percent(accuracy: float) -> str:
+    return f"{100 * accuracy:.2f} %"
+
+
+def _failed(why: str, broken: bool = False) -> dict[str, Any]:
+    return {"state": "failed", "value": None, "why": why, "broken": broken}
 
 
 class Search:
@@ -100,38 +106,27 @@ class Search:
         self.study: Any = None
 
     def run(self) -> SearchResult:
-        with locked(self.folder):
+        with locked(self.folder), closing(self.pool):
             try:
                 self._open()
                 self._requeue_interrupted()
                 self._run_trials()
             except self.optuna.exceptions.StorageInternalError as error:
                 raise UserError(f"search: {self.folder / DATABASE} cannot be used ({first_line(error)}).") from None
-            finally:
-                self.pool.close()
             self._write()
         return read_search(self.folder)
 
     # --- the database
 
     def _open(self) -> None:
-        """Open the database. A new one gets the default as its first trial under a temporary name, so that no incomplete one is ever opened."""
-        file, part = self.folder / DATABASE, self.folder / f"{DATABASE}.part"
+        """Open the database. A new one gets the default as its first trial; a creation that was killed is completed."""
         expected: dict[str, Any] = json.loads(json.dumps(self._metadata()))
-        if not file.exists():
-            part.unlink(missing_ok=True)
-            storage = self.optuna.storages.RDBStorage(_address(part))
-            new = self.optuna.create_study(storage=storage, study_name=self.space.name, direction="maximize")
-            new.set_user_attr("asked", expected)
-            new.enqueue_trial({dimension.key: dimension.default for dimension in self.space.dimensions})
-            storage.remove_session()
-            storage.engine.dispose()
-            os.replace(part, file)
-        self.study = open_study(self.folder)
-        stored = self.study.user_attrs.get("asked")
-        if stored != expected:
-            changed = [name for name in expected if not isinstance(stored, dict) or stored.get(name) != expected[name]]
+        self.study = open_study(self.folder, (self.space.name, expected))
+        stored = self.study.user_attrs["asked"]
+        if changed := [name for name in expected if stored.get(name) != expected[name]]:
             raise UserError(f"--out: {self.folder} holds a search of another {' and '.join(changed)}; choose another folder.")
+        if not self.study.get_trials(deepcopy=False):
+            self.study.enqueue_trial({dimension.key: dimension.default for dimension in self.space.dimensions})
 
     def _metadata(self) -> dict[str, Any]:
         """Return what must not change when a search continues."""
@@ -176,8 +171,9 @@ class Search:
                         raise UserError(f"search: the default configuration fails: {outcome['why']}")
                     self._record(trial, outcome)
                     done += 1
-                self._write()
-                bar.advance(len(batch), self._best_so_far())
+                result = self._write()
+                value, default = (result.trials[i]["value"] for i in (result.best or 0, 0))
+                bar.advance(len(batch), f"best {_percent(value)}, default {_percent(default)}")
 
     def _next_trial(self, number: int) -> Any:
         """Sample the next trial. Its randomness is keyed by its number."""
@@ -195,42 +191,38 @@ class Search:
 
     def _outcomes(self, batch: Sequence[Any]) -> list[dict[str, Any]]:
         """Run a batch of trials. Several run in worker processes, and the next batch waits for all, so that their timing has no effect."""
-        try:
-            configs = [self._configuration(trial) for trial in batch]
-        except UserError as error:  # values that are valid alone, but not together
-            if len(batch) > 1:
-                return [outcome for trial in batch for outcome in self._outcomes([trial])]
-            return [{"state": "failed", "value": None, "why": str(error)}]
         if len(batch) == 1:
-            return [run_trial(batch[0], configs[0], Path(configs[0].run.dir or ""))]
-        return [outcome for _, outcome in self.pool.map(self._run_in, list(zip(batch, configs, strict=True)))]
+            return [self._outcome(None, batch[0])]
+        return [outcome for _, outcome in self.pool.map(self._outcome, batch)]
 
-    def _configuration(self, trial: Any) -> Config:
-        config = self.space.configuration(self._params(trial))
-        config.run.dir, config.run.if_exists = str(self.folder / "runs" / f"{config.experiment}-{identity(config)}"), "resume"
-        config.run.progress, config.run.keep_last, config.run.keep_best = False, 1, 1
-        return config
-
-    def _run_in(self, worker: ProcessWorker, task: tuple[Any, Config]) -> dict[str, Any]:
-        trial, config = task
-        file = write_config(self.folder, str(trial.number), config)
+    def _outcome(self, worker: ProcessWorker | None, trial: Any) -> dict[str, Any]:
+        """Run one trial, in this process if there is no worker."""
         try:
-            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, file])
+            config = self.space.configuration(self._params(trial))
+        except UserError as error:  # values that are valid alone, but not together
+            return _failed(str(error))
+        path = self.folder / "runs" / f"{config.experiment}-{identity(config)}"
+        config.run.dir, config.run.if_exists = str(path), "resume"
+        config.run.progress, config.run.keep_last, config.run.keep_best = False, 1, 1
+        if worker is None:
+            return run_trial(trial, config, path)
+        try:
+            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, asdict(config)])
         except ChildProcessError as error:
-            return {"state": "stopped" if isinstance(error, Killed) else "failed", "value": None, "why": str(error)}
+            return {**_failed(str(error)), "state": "stopped" if isinstance(error, Killed) else "failed"}
         if outcome.get("broken"):
             worker.retire()
         return outcome
 
     def _record(self, trial: Any, outcome: Mapping[str, Any]) -> None:
         state, value = outcome["state"], outcome["value"]
-        if state == "failed":  # recorded as pruned, so that the sampler avoids these values
-            trial.set_user_attr("why", outcome["why"])
         if state == "complete":
             self.study.tell(trial, value)
         else:
+            if state == "failed":  # recorded as pruned, so that the sampler avoids these values
+                trial.set_user_attr("why", outcome["why"])
             self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
-        text = f"failed: {outcome['why']}" if value is None else f"{state}, validation accuracy {100 * value:.2f} %"
+        text = f"failed: {outcome['why']}" if value is None else f"{state}, validation accuracy {_percent(value)}"
         log.info("trial %d (%s) %s", len(self.finished()) - 1, " ".join(as_overrides(self._params(trial))), text)
 
     # --- results
@@ -238,52 +230,44 @@ class Search:
     def _params(self, trial: Any) -> dict[str, Any]:
         return {d.key: d.rounded(trial.params[d.key]) for d in self.space.dimensions}
 
-    def _trials(self) -> list[dict[str, Any]]:
-        """Return the finished trials as entries of search.json, numbered without the interrupted ones."""
-        rows = []
-        for number, trial in enumerate(self.finished()):
-            accuracies = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-            why = trial.user_attrs.get("why")
-            state = "failed" if why is not None else trial.state.name.lower()
-            value = None if state == "failed" else trial.value if state == "complete" else max(accuracies)
-            row = {"number": number, "params": self._params(trial), "value": value, "state": state}
-            rows.append({**row, "evaluations": accuracies, "why": why})
-        return rows
+    def _entry(self, number: int, trial: Any) -> dict[str, Any]:
+        """Return a finished trial as an entry of search.json. Its number does not count the interrupted ones."""
+        accuracies = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+        why = trial.user_attrs.get("why")
+        state = "failed" if why is not None else trial.state.name.lower()
+        value = None if state == "failed" else trial.value if state == "complete" else max(accuracies)
+        return {"number": number, "params": self._params(trial), "value": value, "state": state, "evaluations": accuracies, "why": why}
 
-    def _write(self) -> None:
+    def _write(self) -> SearchResult:
         """Write search.json: every trial in its order, without times."""
-        trials = self._trials()
+        trials = [self._entry(number, trial) for number, trial in enumerate(self.finished())]
+        complete = [trial for trial in trials if trial["state"] == "complete"]
+        best = max(complete, key=lambda trial: trial["value"], default={"number": None})  # among equals the first: the default wins ties
         default = {d.key: d.default for d in self.space.dimensions}
-        content = {
-            "name": self.space.name,
-            "place": self.space.place,
-            "question": self.space.question,
-            "objective": "the best validation accuracy of a trial's evaluations; the test set is not read",
-            "experiment": self.space.experiment,
-            "keys": list(default),
-            "trials": trials,
-            "default": {"params": default, "value": trials[0]["value"] if trials else None},
-            "best": best_of(trials),
-        }
-        write_json(self.folder / SEARCH_FILE, content)
-
-    def _best_so_far(self) -> str:
-        trials = self._trials()
-        best = best_of(trials)
-        return "" if best is None else f"best {100 * trials[best]['value']:.2f} %, default {100 * trials[0]['value']:.2f} %"
+        result = SearchResult(
+            name=self.space.name,
+            place=self.space.place,
+            question=self.space.question,
+            objective="the best validation accuracy of a trial's evaluations; the test set is not read",
+            experiment=self.space.experiment,
+            keys=list(default),
+            trials=trials,
+            default={"params": default, "value": trials[0]["value"] if trials else None},
+            best=best["number"],
+        )
+        write_json(self.folder / SEARCH_FILE, asdict(result))
+        return result
 
 
-def best_of(trials: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the number of the complete trial with the highest value, the earliest among equals, so that the default wins ties."""
-    complete = [trial for trial in trials if trial["state"] == "complete"]
-    return min(complete, key=lambda trial: (-trial["value"], trial["number"]))["number"] if complete else None
-
-
-def open_study(folder: Path) -> Any:
-    """Return Optuna's study in a search's folder, with its pruner."""
+def open_study(folder: Path, new: tuple[str, Mapping[str, Any]] | None = None) -> Any:
+    """Return Optuna's study in a search's folder, with its pruner. `new`: create it if it is missing, with this name and metadata."""
     module = optuna()
     storage = module.storages.RDBStorage(_address(folder / DATABASE), engine_kwargs={"connect_args": {"timeout": 60}})
+    if new is not None and not storage.get_all_studies():
+        module.create_study(storage=storage, study_name=new[0], direction="maximize")
     study = module.load_study(study_name=None, storage=storage)
+    if new is not None and "asked" not in study.user_attrs:
+        study.set_user_attr("asked", new[1])
     pruning = study.user_attrs["asked"]["pruning"]
     study.pruner = module.pruners.MedianPruner(n_startup_trials=pruning["startup"], n_warmup_steps=pruning["warmup"])
     return study
@@ -294,16 +278,12 @@ def _address(file: Path) -> str:
     return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
-def search_folder(space: Space, out: str | None) -> Path:
-    return Path(out) if out else Path("searches") / f"{space.name}-{space.place}"
-
-
-def _run_trial_file(task: list[Any]) -> dict[str, Any]:
+def _run_trial_task(task: list[Any]) -> dict[str, Any]:
     """Run one trial in a worker process."""
-    folder, trial, file = task
-    config = from_file(Path(file))
+    folder, trial, plain = task
+    config = to_config(OmegaConf.create(plain))
     return run_trial(optuna().trial.Trial(open_study(Path(folder)), trial), config, Path(config.run.dir or ""))
 
 
 if __name__ == "__main__":
-    serve(_run_trial_file)
+    serve(_run_trial_task)

@@ -16,14 +16,13 @@ The default configuration is the first trial, so the space must contain it.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.config import Config, known_keys
+from fedlens.config import Config, keys, known_keys, value_of
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.overrides import compose, normalise, to_config
 from fedlens.study.yaml_files import check_keys, override_list, override_text, read_yaml, whole_number, yaml_path
@@ -111,13 +110,12 @@ def read_space(name: str, *, place: str | None = None, trials: int | None = None
 def _dimension(key: str, entry: Any, place: str, places: Collection[str], base: Config) -> Dimension:
     if key not in known_keys():
         raise unknown("space: key", key, known_keys())
-    kind, default = _kind(key), reduce(getattr, key.split("."), base)
-    if key in FIXED or key.startswith("run.") or kind not in (int, float, bool, str):
+    if key in FIXED or key.startswith("run.") or key not in keys() or keys()[key].kind not in (int, float, bool, str):
         raise UserError(f"space: {key} cannot be searched; choose a key with a single value that leaves data and validation as they are.")
     if isinstance(entry, Mapping) and entry and set(entry) <= set(places):
         entry = entry.get(place, {})
     entry = check_keys(entry, {"low", "high", "log", "step", "choices"}, f"space: {key}")
-    dimension = (_choices if "choices" in entry else _range)(key, entry, default, kind)
+    dimension = (_choices if "choices" in entry else _range)(key, entry, value_of(base, key), keys()[key].kind)
     for value in dimension.choices or (dimension.low, dimension.high):
         _changed(base, {key: value})  # raises if the configuration does not allow it
     return dimension
@@ -165,16 +163,6 @@ def _range(key: str, entry: Mapping[str, Any], default: Any, kind: type) -> Dime
 
 def _on_grid(value: float, low: float, step: float) -> bool:
     return abs((value - low) / step - round((value - low) / step)) < 1e-8
-
-
-def _kind(key: str) -> Any:
-    """Return the type of a key, without None."""
-    kind: Any = Config
-    for part in key.split("."):
-        kind = get_type_hints(kind)[part]
-        if NoneType in get_args(kind):
-            kind = next(option for option in get_args(kind) if option is not NoneType)
-    return kind
 
 
 def as_overrides(params: Mapping[str, Any]) -> list[str]:

@@ -7,8 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 from fedlens.errors import UserError, bad_value, unknown
@@ -110,12 +109,12 @@ def _compare(runs: Runs, a: str, b: str, confidence: float) -> Comparison:
     if s.n == 1 or not any(differences):
         p = None if s.n == 1 else 1.0
         return Comparison(a, b, s.n, s.mean, None, None, p, None, p)
-    from scipy import stats  # type: ignore[import-untyped]
+    from scipy import special, stats  # type: ignore[import-untyped]
 
     wilcoxon_p = float(stats.wilcoxon(differences).pvalue)
     if not s.sd:
         return Comparison(a, b, s.n, s.mean, None, None, None, None, wilcoxon_p)
-    p = float(2 * stats.t.sf(abs(s.mean) / (s.sd / math.sqrt(s.n)), s.n - 1))
+    p = float(2 * special.stdtr(s.n - 1, -abs(s.mean) / (s.sd / math.sqrt(s.n))))
     return Comparison(a, b, s.n, s.mean, s.low, s.high, p, None, wilcoxon_p)
 
 
@@ -124,27 +123,27 @@ def _compare(runs: Runs, a: str, b: str, confidence: float) -> Comparison:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's step-down adjusted p-values. Rejecting those below α keeps the family-wise error rate at or below α."""
-    m, highest, adjusted = len(p_values), 0.0, [0.0] * len(p_values)
-    for rank, i in enumerate(_ascending(p_values)):
-        adjusted[i] = highest = max(highest, min(1.0, (m - rank) * float(p_values[i])))
-    return adjusted
+    ascending = sorted(range(len(p_values)), key=_fractions(p_values).__getitem__)
+    stepped = (min(1.0, (len(p_values) - rank) * p_values[i]) for rank, i in enumerate(ascending))
+    adjusted = dict(zip(ascending, accumulate(stepped, max), strict=True))
+    return [adjusted[i] for i in range(len(p_values))]
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
     """Return Benjamini and Hochberg's step-up adjusted p-values. Rejecting those below α keeps the false discovery rate at or below α."""
-    m, lowest, adjusted = len(p_values), 1.0, [0.0] * len(p_values)
-    for rank, i in reversed(list(enumerate(_ascending(p_values)))):
-        adjusted[i] = lowest = min(lowest, float(p_values[i]) * m / (rank + 1))
+    from scipy import stats
+
+    adjusted: list[float] = stats.false_discovery_control(_fractions(p_values)).tolist() if len(p_values) else []
     return adjusted
 
 
 CORRECTIONS: dict[str, Callable[[Sequence[float]], list[float]]] = {"holm": holm, "benjamini_hochberg": benjamini_hochberg}
 
 
-def _ascending(p_values: Sequence[float]) -> list[int]:
+def _fractions(p_values: Sequence[float]) -> Sequence[float]:
     if wrong := [p for p in p_values if not 0 <= p <= 1]:  # also true for NaN
         raise bad_value("p_values", wrong[0], "in [0, 1]")
-    return sorted(range(len(p_values)), key=lambda i: float(p_values[i]))
+    return p_values
 
 
 # --- cost
@@ -177,17 +176,11 @@ def _summary(values: Sequence[float], confidence: float) -> Summary:
     mean, n = statistics.mean(values), len(values)
     if n == 1:
         return Summary(1, mean, None, None, None)
+    from scipy import special
+
     sd = statistics.stdev(values)
-    half = _quantile(confidence, n - 1) * sd / math.sqrt(n)
+    half = -float(special.stdtrit(n - 1, (1 - confidence) / 2)) * sd / math.sqrt(n)  # Student's t
     return Summary(n, mean, sd, mean - half, mean + half)
-
-
-@cache
-def _quantile(confidence: float, freedom: int) -> float:
-    """Return half the width of Student's t interval, in standard errors."""
-    from scipy import stats
-
-    return -float(stats.t.ppf((1 - confidence) / 2, freedom))
 
 
 def _check_confidence(confidence: float) -> None:

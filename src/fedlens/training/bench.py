@@ -137,7 +137,7 @@ class Bench:
             raise bad_value("head", "ridge", f"linear: {self.config.model.name} has no method features(inputs)")
         data = split_digest(split.split) if index is None else None
         if data is None:
-            return self._features(backbone, split, index)
+            return self.outputs(backbone, split, index)
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith("head.")}
         batch, threads = self.config.train.eval_batch_size, torch.get_num_threads()
         key = digest(weights, data, self.task.key, self.precision, batch, threads, str(self.device))
@@ -145,15 +145,16 @@ class Bench:
             lambda features, folder: save_file({"features": features.contiguous()}, folder / "features.safetensors"),
             lambda folder: load_file(folder / "features.safetensors", device=str(self.device))["features"],
         )
-        return cached(key, lambda: self._features(backbone, split), codec)
+        return cached(key, lambda: self.outputs(backbone, split), codec)
 
-    def _features(self, backbone: Forward, split: Samples, index: Tensor | None = None) -> Tensor:
-        features = []
+    def outputs(self, forward: Forward, split: Samples, index: Tensor | None = None) -> Tensor:
+        """Return a model's outputs over a split in eval mode, float32; `index`: at these positions only."""
+        outputs = []
         with self._evaluation():
             for part in torch.split(torch.arange(len(split)) if index is None else index, self.config.train.eval_batch_size):
                 with self.precision.autocast():
-                    features.append(backbone(self.task.batch(split, part)[0]).float())
-        return torch.cat(features).clone()
+                    outputs.append(forward(self.task.batch(split, part)[0]).float())
+        return torch.cat(outputs).clone()
 
     def fit_ridge_head(self) -> RidgeChoice:
         """Set the closed-form head on the pretrained features (step 0); validation chooses lambda and temperature."""
