@@ -375,7 +375,7 @@ def space_status(path: Path) -> int:
     """Read a search space as `fedlens search` does, without its trials."""
     from unittest.mock import patch
 
-    with patch("fedlens.study.search.search_folder", side_effect=SystemExit(0)):
+    with patch("fedlens.study.search.Search", side_effect=SystemExit(0)):
         return main(["search", str(path)])
 
 

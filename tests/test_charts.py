@@ -97,7 +97,7 @@ def search(**values: Any) -> SearchResult:
         {"number": 2, "params": {"optim.lr": 0.01}, "value": 0.8, "state": "complete"},
     ]
     default = {"params": {"optim.lr": 0.02}, "value": 0.75}
-    return replace(SearchResult("lr", "", [], ["optim.lr", "mask.strategy"], trials, default, 2), **values)
+    return replace(SearchResult("lr", "here", "", "", [], ["optim.lr", "mask.strategy"], trials, default, 2), **values)
 
 
 @pytest.fixture(scope="module")

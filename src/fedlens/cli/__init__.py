@@ -251,8 +251,8 @@ def data_inspect_command(args: argparse.Namespace) -> int:
     out = Path(args.out if Path(args.out).suffix else f"{args.out}.png")
     try:
         save(partition_chart({c.partition: label_counts(labels, shards)}, "partition"), out.with_suffix(""), [out.suffix[1:]])
-    except (OSError, ValueError) as error:
-        raise UserError(f"--out: {out} cannot be written ({first_line(error)})") from None
+    except (UserError, OSError, ValueError) as error:
+        raise UserError(f"--out: {first_line(error)}") from None
     stats = partition_stats(labels, shards).as_dict().items()
     title = f"{data.name}: {len(data.train):,} train, {len(data.val):,} validation, {len(data.test):,} test"
     print_table(["", "value"], [[name, f"{v:.4g}" if isinstance(v, float) else f"{v:,}"] for name, v in stats], title)

@@ -254,9 +254,7 @@ class SearchResult:
     objective: str
     experiment: list[str]  # the overrides that all trials share
     keys: list[str]
-    trials: Sequence[
-        Mapping[str, Any]
-    ]  # {number, params: key -> value, value: validation accuracy or None, state: complete | pruned | failed}
+    trials: Sequence[Mapping[str, Any]]  # {number, params: key -> value, value: validation accuracy, state: complete | pruned | failed}
     default: Mapping[str, Any]  # {params, value} of the default configuration
     best: int | None  # number of a trial
 
