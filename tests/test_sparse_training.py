@@ -241,11 +241,11 @@ def test_runs_of_one_process_share_features_and_masks_and_nothing_else(
 ) -> None:
     shared._memory.clear()
     made: list[str] = []
-    for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
+    for home, name in ((Bench, "outputs"), (sparse, "calibrated_mask")):
         real = getattr(home, name)
         monkeypatch.setattr(home, name, lambda *args, real=real, name=name: (made.append(name), real(*args))[1])
     first = sparse_run("first", "federated.rounds=1")
-    assert sorted(made) == ["_features", "_features", "calibrated_mask"]
+    assert sorted(made) == ["calibrated_mask", "outputs", "outputs"]
     again = sparse_run("again", "federated.rounds=1", "optim.lr=0.01")
     assert len(made) == 3 and again.mask == first.mask
     assert all(torch.equal(t, again.start[n]) for n, t in first.start.items())
@@ -265,7 +265,7 @@ def test_processes_share_features_and_masks_on_disk(
     first = run("first")
     folders = sorted((tmp_path / "cache").iterdir())
     assert len(folders) == 3
-    for home, name in ((Bench, "_features"), (sparse, "calibrated_mask")):
+    for home, name in ((Bench, "outputs"), (sparse, "calibrated_mask")):
         monkeypatch.setattr(home, name, lambda *args: pytest.fail("made again"))
     again = run("again")
     assert again.mask == first.mask and all(torch.equal(t, again.state[n]) for n, t in first.state.items())

@@ -45,7 +45,7 @@ def read(folder: Path) -> Digests | None:
         if content["sha256"] == sha256(json.dumps(content["files"]).encode()):
             return dict(content["files"])
         why = "its content differs from its digest"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         environment = folder / ENVIRONMENT_FILE
         if not environment.is_file() or json.dumps(MARK)[1:-1].encode() not in environment.read_bytes():
             return None
