@@ -252,7 +252,7 @@ def searched(best: int | None, *values: float | None, default: float | None = 0.
     trials = [
         {"number": i, "params": {"lr": i}, "value": value, "state": "complete" if value else "failed"} for i, value in enumerate(values)
     ]
-    return SearchResult("s", "What rate?", [], ["lr"], trials, {"params": {"lr": 0}, "value": default}, best)
+    return SearchResult("s", "here", "What rate?", "", [], ["lr"], trials, {"params": {"lr": 0}, "value": default}, best)
 
 
 @pytest.mark.parametrize(

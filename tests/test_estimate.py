@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import FAST
 
 from fedlens.models import create_model
 from fedlens.models.vit import ViT
@@ -11,7 +12,6 @@ from fedlens.overrides import compose
 from fedlens.study.estimate import Speed, estimate, measure, memory
 from fedlens.study.plan import read_plan
 from fedlens.study.runner import Study
-from tests.conftest import FAST
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "records" / "2026-11-15-gpu-round"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import few_images
 
 from fedlens.precision import FP16_SCALE, Precision
 from fedlens.training.run import load_run
-from tests.conftest import few_images
 
 FP16 = Precision(torch.device("cpu"), torch.float16)
 FEW = [f"data.root={few_images()}", "model.freeze_blocks=5", "data.val_fraction=0.2"]  # half precision is slow on a CPU
