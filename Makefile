@@ -19,8 +19,7 @@ test: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test-core
-	$(MAKE) test-flower
+	$(MAKE) --jobs 2 --output-sync=target test-core test-flower  # Flower mostly waits, so it runs beside the rest
 
 test-core: .venv/dev.done
 	$(PYTEST)
