@@ -331,7 +331,12 @@ flower.request = request
 
 
 def files_with(content: bytes, folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and content in path.read_bytes()]
+    """Return the files that hold these bytes; others may come and go meanwhile."""
+    found = []
+    for path in (Path(place) / name for place, _, names in os.walk(folder) for name in names):
+        with suppress(FileNotFoundError):
+            found += [str(path.relative_to(folder))] if content in path.read_bytes() else []
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -364,15 +369,20 @@ def test_a_server_killed_between_rounds_resumes_to_the_parameters_of_an_uninterr
 def test_a_run_survives_a_site_killed_mid_round_and_a_server_killed_between_rounds(kills: Deployment) -> None:
     """The round continues without the site, the run resumes after the server, and nothing is lost. No update is left on the server's disk."""
     options = ["federated.rounds=5", "deploy.deadline=30", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
+    marked: list[str] = []  # SuperLink keeps messages on disk until the server has read them
+
+    def until(condition: Callable[[], bool], what: str) -> None:
+        kills.until(lambda: marked.extend(files_with(MARK, kills.folder)) or condition(), what)
+
     kills.server(*options)
-    kills.until(lambda: len(kills.metrics) >= 1, "a first round")
+    until(lambda: len(kills.metrics) >= 1, "a first round")
     updates = kills.log("site1").count("train.update")
-    kills.until(lambda: kills.log("site1").count("train.update") > updates, "a second round at site 1")
+    until(lambda: kills.log("site1").count("train.update") > updates, "a second round at site 1")
     kills.kill("site1")
-    kills.until(lambda: any(line["clients"] == 2 for line in kills.metrics), "the round without site 1")
+    until(lambda: any(line["clients"] == 2 for line in kills.metrics), "the round without site 1")
     assert "no usable reply from site" in kills.run_log()
     kills.kill("server")
-    assert any("state.db" in name for name in files_with(MARK, kills.folder))  # SuperLink keeps messages on disk meanwhile
+    assert any("state.db" in name for name in marked)
     before_restart = kills.metrics
     time.sleep(3)  # its children notice
     assert kills.metrics[: len(before_restart)] == before_restart
