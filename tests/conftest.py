@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
@@ -102,6 +103,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in STARTS_PROCESSES):
             item.add_marker("processes")
+
+
+def cut_back(run: Any, kept: int) -> Path:
+    """Return a copy of a finished run as a kill would have left it: with its first checkpoints alone."""
+    torn: Path = run.path.with_name(f"torn-{kept}")
+    shutil.copytree(run.path, torn)
+    (torn / "summary.json").unlink()
+    for folder in sorted((torn / "checkpoints").iterdir())[kept:]:
+        shutil.rmtree(folder)
+    return torn
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
 """Curves: test scores by epoch and round that no choice reads, θ₀ as their first point, and the start as a possible final model."""
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from conftest import cut_back
 from torch import Tensor
 
 from fedlens.errors import UserError
@@ -114,12 +114,7 @@ def test_a_run_that_makes_the_model_worse_says_so_and_may_end_at_its_start(
 def test_curves_of_a_resumed_run_have_each_point_once(fast_run: Callable[..., Any], options: list[str], select: str) -> None:
     whole = fast_run("whole", *options, "run.keep_last=9", "train.patience=null", f"train.select={select}")
     for kept in (1, 0):
-        torn = whole.path.parent / f"torn-{kept}"
-        shutil.copytree(whole.path, torn)
-        (torn / "summary.json").unlink()
-        for folder in sorted((torn / "checkpoints").iterdir())[kept:]:
-            shutil.rmtree(folder)
-        resumed = load_run(torn).resume()
+        resumed = load_run(cut_back(whole, kept)).resume()
         assert without(resumed.metrics) == without(whole.metrics)
         assert same(resumed.state, whole.state) and resumed.summary["start"] == whole.summary["start"]
 

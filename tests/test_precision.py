@@ -1,14 +1,13 @@
 """fp16 with loss scaling, the default on a T4, on the CPU's autocast: overflows, skipped steps, the scaler's state, both loops, masks."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import few_images
+from conftest import cut_back, few_images
 
 from fedlens.precision import FP16_SCALE, Precision
 from fedlens.training.run import load_run
@@ -80,12 +79,7 @@ def test_all_steps_overflow_and_nothing_moves(fast_run: Callable[..., Any], monk
 def test_the_scale_after_skipped_steps_survives_a_resume(fast_run: Callable[..., Any], high_scale: None) -> None:
     options = [*CENTRAL, "train.precision=fp16", "run.keep_last=9", "train.patience=null"]
     whole = fast_run("whole", *options)
-    torn = whole.path.parent / "torn"
-    shutil.copytree(whole.path, torn)
-    (torn / "summary.json").unlink()
-    for folder in sorted((torn / "checkpoints").iterdir())[1:]:
-        shutil.rmtree(folder)
-    resumed = load_run(torn).resume()
+    resumed = load_run(cut_back(whole, 1)).resume()
     assert all(torch.equal(resumed.state[n], whole.state[n]) for n in whole.state)
     times = ("seconds", "images_per_second")
     lines = [[{k: v for k, v in line.items() if k not in times} for line in run.metrics] for run in (resumed, whole)]
@@ -120,10 +114,5 @@ def test_a_gradient_that_no_scale_can_hold_is_returned_as_it_is() -> None:
 
 def test_federated_fp16_is_the_same_after_a_resume(fast_run: Callable[..., Any]) -> None:
     whole = fast_run("whole", *FED, "train.precision=fp16", "run.keep_last=9", "train.patience=null")
-    torn = whole.path.parent / "torn"
-    shutil.copytree(whole.path, torn)
-    (torn / "summary.json").unlink()
-    for folder in sorted((torn / "checkpoints").iterdir())[1:]:
-        shutil.rmtree(folder)
-    resumed = load_run(torn).resume()
+    resumed = load_run(cut_back(whole, 1)).resume()
     assert all(torch.equal(resumed.state[n], whole.state[n]) for n in whole.state)

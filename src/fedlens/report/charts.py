@@ -46,11 +46,11 @@ def scores(table: TableResult, key: str) -> Chart | None:
     low = scale["domain"][0]
     data = [{**row, "x": max(low, row["y"]), "off": int(row["y"] < low)} for row in data]
     shape = {"condition": {"test": "datum.off", "value": "triangle-left"}, "value": "circle"}
-    told = {"tooltip": vega.tips(s="of", k="value", y=TEST), "shape": shape}
+    encoding = {"tooltip": vega.tips(s="of", k="value", y=TEST), "shape": shape}
     mean = {"tooltip": vega.tips(s="of", k="value", y=TEST, i="95 % interval", n="n"), "shape": shape}
     layers: list[Spec] = [
         {"mark": {"type": "rule", "clip": True}, "encoding": {"x": vega.q("l", TEST), "x2": {"field": "h"}}},
-        {"mark": {"type": "point", "style": "seed", "filled": True, "size": 14, "yOffset": 6, "opacity": 0.8}, "encoding": told},
+        {"mark": {"type": "point", "style": "seed", "filled": True, "size": 14, "yOffset": 6, "opacity": 0.8}, "encoding": encoding},
         {"mark": {"type": "point", "filled": True, "size": 45, "opacity": 1}, "encoding": mean},
     ]
     for layer, test in zip(layers, ("isValid(datum.l)", "datum.k != 'mean'", "datum.k == 'mean'"), strict=True):
@@ -77,7 +77,7 @@ def _curve(table: TableResult, key: str, unit: str, metric: str) -> Chart | None
         return None
     still = [c for c in cells if not any(line.get("round") or line.get("epoch") for run in c.runs.values() for line in run.metrics)]
     levels = {label(c.label): scale * s.mean for c in still if (s := c.summary(metric))}
-    caption = f"{clean(table.name)}: {title.lower()} by {unit}; {_told(lines)}{_lost(table)}"
+    caption = f"{clean(table.name)}: {title.lower()} by {unit}; {_spread(lines)}{_lost(table)}"
     style = ACCURACY if scale == 100 else Style()
     series = [_series(table, cell, points, scale) for cell, points in lines]
     return line_chart(f"{key}-{slug(metric)}-{unit}", title, caption, series, unit, title.lower() + unit_text, style, metric, levels)
@@ -92,7 +92,7 @@ def _lost(table: TableResult, said: str = " Left out, as they diverged") -> str:
     return f"{said}: {'; '.join(lost[:NAMED])}{f'; {len(lost) - NAMED} more' if len(lost) > NAMED else ''}." if lost else ""
 
 
-def _told(lines: Sequence[tuple[CellResult, Curve]]) -> str:
+def _spread(lines: Sequence[tuple[CellResult, Curve]]) -> str:
     ns = [points[0][1].n for _, points in lines]
     return f"mean over seeds ({counts(ns)}){', bands: 95 % t interval' if max(ns) > 1 and len(ns) <= 6 else ''}."
 
@@ -128,7 +128,7 @@ def traffic(table: TableResult, key: str) -> Chart | None:
     unit = ("B", "kB", "MB", "GB", "TB")[power]
     series = [_series(table, cell, [(x / 1000**power, y) for x, y in points], 100) for cell, points in lines]
     caption = (
-        f"{clean(table.name)}: validation accuracy against the {unit} that all clients sent (logarithmic); {_told(lines)}{_lost(table)}"
+        f"{clean(table.name)}: validation accuracy against the {unit} that all clients sent (logarithmic); {_spread(lines)}{_lost(table)}"
     )
     style = replace(ACCURACY, log=True)
     return line_chart(key, "Accuracy by bytes sent", caption, series, f"sent by all clients ({unit})", VALIDATION, style, kind="traffic")
@@ -142,8 +142,8 @@ def drift(table: TableResult, key: str) -> Chart | None:
     if not any(len(points) > 1 for *_, points in lines):
         return None
     series = [Series(label(cell.label), points, panel=name) for cell, name, points in lines]
-    told = _told([(cell, points) for cell, name, points in lines if name == lines[0][1]])
-    caption = f"{clean(table.name)}: geometry of the clients' updates by round; {told}{_lost(table)}"
+    spread = _spread([(cell, points) for cell, name, points in lines if name == lines[0][1]])
+    caption = f"{clean(table.name)}: geometry of the clients' updates by round; {spread}{_lost(table)}"
     return line_chart(key, "Client drift", caption, series, "round", "", Style(share=False), kind="drift")
 
 

@@ -99,12 +99,12 @@ def _study(study: StudyResult, name: str, keys: Sequence[str], seen: set[str]) -
 
 def _answer(study: StudyResult, parts: Sequence[tuple[Answer, Sequence[Block]]], analyses: Sequence[Block], command: str) -> Answer:
     """Return a study's own answer: of its analysis, else of its first table with a significant difference, else of its first table."""
-    told = [block for block in analyses if isinstance(block, Answer) and block.question in (views.TITLES["forget"], views.TITLES["sweep"])]
+    candidates = [block for block in analyses if isinstance(block, Answer) and block.question in (views.TITLES["forget"], views.TITLES["sweep"])]
     own = [(answer, table) for (answer, shown), table in zip(parts, study.tables, strict=True) if shown]
     for answer, table in sorted(own, key=lambda each: ", significant" not in each[0].text):
-        told.append(replace(answer, text=f"“{label(table.name)}”: {answer.text}") if len(parts) > 1 else answer)
+        candidates.append(replace(answer, text=f"“{label(table.name)}”: {answer.text}") if len(parts) > 1 else answer)
     none = Answer("", f"No run is finished yet.{f' Run: {command}' if command else ''}")
-    return replace((told or [none])[0], question=study.question or label(study.name))
+    return replace((candidates or [none])[0], question=study.question or label(study.name))
 
 
 def _drawn(*drawn: Chart | Sequence[Chart] | None) -> list[Chart]:
@@ -411,8 +411,8 @@ def _searches(searches: Sequence[SearchResult]) -> list[Block]:
     story: list[Block] = []
     for search, key in zip(searches, blocks.unique([f"search {search.name}" for search in searches]), strict=True):
         states = Counter(str(trial["state"]) for trial in search.trials)
-        told = f"{len(search.trials)} trials ({', '.join(f'{n} {state}' for state, n in states.items())})" if states else "no trials"
-        rows.append([label(search.name), told, f"best (trial {search.best})", *_trial(answers.best_trial(search) or {})])
+        count = f"{len(search.trials)} trials ({', '.join(f'{n} {state}' for state, n in states.items())})" if states else "no trials"
+        rows.append([label(search.name), count, f"best (trial {search.best})", *_trial(answers.best_trial(search) or {})])
         rows.append(["", "", "default", *_trial(search.default)])
         trials = [
             [f"trial {t['number']}", t["state"], *(_value(t["params"].get(name)) for name in search.keys), _plain(t["value"], "value")]

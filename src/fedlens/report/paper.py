@@ -115,8 +115,8 @@ def _part(topic: Any, gathered: Gathered, report: Report) -> Part:
     tables = [each for kind in ("grid", "cells") for each in own if isinstance(each, Table) and each.kind == kind]
     drawn = [each for kind in topic.charts for each in own if isinstance(each, Chart) and each.kind == kind]
     tuned = [each for each in study.tuned if each.table == table.name and each.tried]
-    told = answer(table, topic.question, tuned, f"fedlens study {study.name} --on {study.place}")
-    return Part(topic, told, table, tuned, [*drawn[:2], *map(_short, tables[:1])])
+    answered = answer(table, topic.question, tuned, f"fedlens study {study.name} --on {study.place}")
+    return Part(topic, answered, table, tuned, [*drawn[:2], *map(_short, tables[:1])])
 
 
 def _rank(topic: Any, table: TableResult) -> tuple[bool, int, int] | None:
@@ -207,8 +207,8 @@ def _parts(gathered: Gathered, parts: Sequence[Part], used: Sequence[Table | Cha
 def _section(part: Part, used: Sequence[Table | Chart]) -> str:
     """Return a topic's answer, with references to its figures and tables, and those."""
     own = [each for each in part.floats if each in used]
-    told = [rf"Table~\ref{{tab:{each.key}}}" if isinstance(each, Table) else rf"Figure~\ref{{fig:{each.key}}}" for each in own]
-    see = f"See {' and '.join(filter(None, [', '.join(told[:-1]), *told[-1:]]))}." if told else ""
+    links = [rf"Table~\ref{{tab:{each.key}}}" if isinstance(each, Table) else rf"Figure~\ref{{fig:{each.key}}}" for each in own]
+    see = f"See {' and '.join(filter(None, [', '.join(links[:-1]), *links[-1:]]))}." if links else ""
     cautions = (
         escape(" ".join(part.answer.cautions)) if part.table else rf"\texttt{{{escape(part.answer.cautions[0]).replace(QUOTE, UPRIGHT)}}}."
     )

@@ -215,8 +215,8 @@ def _panel(series: Sequence[Series], axes: Spec, look: Spec, style: Style) -> Sp
     rows = [{name: value for name, value in row.items() if banded or name not in "lh"} for row in rows]
     has = {name for row in rows for name in row}
     lines, color = ({"detail": {"field": "g"}} if several else {}), {"color": look["color"]}
-    told = tips(s="of", x=axes["x"]["title"] or "value", y=axes["y"]["title"] or "value")
-    told += (tips(i="95 % interval", n="n") if "n" in has else []) + (tips(note="note") if "note" in has else [])
+    tooltip = tips(s="of", x=axes["x"]["title"] or "value", y=axes["y"]["title"] or "value")
+    tooltip += (tips(i="95 % interval", n="n") if "n" in has else []) + (tips(note="note") if "note" in has else [])
     layers: list[Spec] = []
     if "l" in has:
         mark = {"type": "area", "opacity": 0.14, "clip": True} if style.joined else {"type": "rule", "clip": True}
@@ -226,7 +226,7 @@ def _panel(series: Sequence[Series], axes: Spec, look: Spec, style: Style) -> Sp
         line = {**color, "strokeDash": look["strokeDash"], "opacity": FADE, **lines, **({"order": q("o")} if style.path else {})}
         layers.append({"mark": {"type": "line", "strokeWidth": 1.5, "clip": True}, "encoding": line})
     seen = {"condition": {"test": {"and": [{"param": "pick"}, "datum.m"]}, "value": 1}, "value": 0} if style.joined else FADE
-    points = {**color, "shape": look["shape"], "opacity": seen, "tooltip": told}
+    points = {**color, "shape": look["shape"], "opacity": seen, "tooltip": tooltip}
     layers.append({"params": [PICK], "mark": {"type": "point", "filled": True, "size": 30, "clip": True}, "encoding": points})
     if "r" in has:
         ring = {"type": "point", "size": 150, "filled": False, "strokeWidth": 1.4}
