@@ -119,7 +119,7 @@ def drift(results: DemoResults) -> list[Block]:
         _rounds("Validation loss on three splits", noise, runs, "val_loss", {"ridge head only": ridge["val_loss"]}),
     ]
     order = sorted(runs, key=lambda split: last(runs[split], "val_loss"))
-    said = (
+    remark = (
         f"After {results.rounds} rounds the validation accuracy is "
         + listed([f"{100 * last(run, 'val_accuracy'):.1f} % ({split})" for split, run in runs.items()])
         + f"; the head alone has {100 * ridge['val_accuracy']:.1f} %. By validation loss the order is {', '.join(order)}, from best to worst. "
@@ -129,7 +129,7 @@ def drift(results: DemoResults) -> list[Block]:
             else "That is not the order of the splits from even to uneven: one seed and so few rounds do not settle it."
         )
     )
-    return [*text, *charts, Text(said), *_agreement(runs, count), *_dense_table(results)]
+    return [*text, *charts, Text(remark), *_agreement(runs, count), *_dense_table(results)]
 
 
 def _agreement(runs: Mapping[str, Run], count: int) -> list[Block]:
@@ -140,14 +140,14 @@ def _agreement(runs: Mapping[str, Run], count: int) -> list[Block]:
         _rounds("Agreement of clients: length", ratio, runs, "drift_ratio", {"unrelated directions": 1 / sqrt(count)}),
     ]
     remaining = {split: mean(run, "drift_ratio") for split, run in runs.items()}
-    said = (
+    remark = (
         "Over all rounds the mean keeps "
         + listed([f"{100 * share:.0f} % ({split})" for split, share in remaining.items()])
         + f" of an update's length; for unrelated directions it would be {100 / sqrt(count):.0f} %. A federation that samples few of many "
         "clients shows less of this. Its cohort does not hold all classes, so that the updates look unrelated rather than opposed, and each "
         "round pulls towards the classes of its cohort."
     )
-    return [*charts, Text(said)]
+    return [*charts, Text(remark)]
 
 
 def _dense_table(results: DemoResults) -> list[Block]:
@@ -156,11 +156,11 @@ def _dense_table(results: DemoResults) -> list[Block]:
     measured |= {f"FedAvg, {name}": run.summary for name, run in results.dense.items()}
     keys = {"test accuracy (%)": "test_accuracy", "test loss": "test_loss", "sent by clients": "bytes_up", "seconds": "seconds"}
     error = standard_error(100 * ridge["test_accuracy"], len(results.data.test))
-    said = (
+    remark = (
         f"One standard error of an accuracy on {len(results.data.test):,} test images is {error:.1f} points, and each row, here and below, is "
         "one run with one seed. Smaller differences are not significant."
     )
-    return [_measured("Dense training.", keys, measured), Text(said)]
+    return [_measured("Dense training.", keys, measured), Text(remark)]
 
 
 def masks(results: DemoResults) -> list[Block]:
@@ -175,10 +175,10 @@ def masks(results: DemoResults) -> list[Block]:
         "sensitive is its opposite. Lowest and highest magnitude use the size of a weight, and random uses nothing. Qk only, a control, "
         "picks at random among the queries and keys of attention.",
     )
-    said = _mask_text(results, {name: mask.composition() for name, mask in drawn.items()}, first.eligible_count)
+    remark = _mask_text(results, {name: mask.composition() for name, mask in drawn.items()}, first.eligible_count)
     level, caption = {"ridge head only": results.ridge["val_loss"]}, f"{results.studied[0].upper()}{results.studied[1:]}."
     chart = _rounds("Validation loss under masks", caption, results.sparse, "val_loss", level)
-    return [*text, mask_chart(drawn, "masks"), *said, chart, *_sparse_table(results)]
+    return [*text, mask_chart(drawn, "masks"), *remark, chart, *_sparse_table(results)]
 
 
 def _mask_text(results: DemoResults, tables: Mapping[str, Mapping[str, Any]], eligible: int) -> list[Block]:
@@ -211,12 +211,12 @@ def _sparse_table(results: DemoResults) -> list[Block]:
     lowest = min(runs, key=lambda rule: runs[rule].summary["test_loss"])
     highest = max(runs, key=lambda rule: runs[rule].summary["test_accuracy"])
     better = [title(rule) for rule, run in runs.items() if run.summary["test_loss"] < dense["test_loss"]]
-    said = (
+    remark = (
         f"Clients send {ratio:.3g} times less than in dense training; the server sends each of them the mask once, one bit per weight. "
         f"On the test set {title(lowest)} has the lowest loss of the rules and {title(highest)} the highest accuracy; "
         f"{listed(better) if better else 'no rule'} {'have' if len(better) > 1 else 'has'} a lower loss than dense training."
     )
-    return [_measured("Training under masks.", keys, measured), Text(said)]
+    return [_measured("Training under masks.", keys, measured), Text(remark)]
 
 
 def arithmetic(results: DemoResults) -> list[Block]:
@@ -230,11 +230,11 @@ def arithmetic(results: DemoResults) -> list[Block]:
     curves = {name: [(p["alpha"], 100 * p["val_accuracy"]) for p in sweep["points"]] for name, sweep in sweeps.items()}
     losses = {name: [(p["alpha"], p["val_loss"]) for p in sweep["points"]] for name, sweep in sweeps.items()}
     chosen = {name: sweep["chosen"]["alpha"] for name, sweep in sweeps.items()}
-    said = f"θ₀ + ατ on validation, τ of dense and of {title(results.followed)} training, {results.studied}."
-    rings, zero = f"{said} Rings: the α with the best accuracy.", "α = 0: ridge head only"
+    remark = f"θ₀ + ατ on validation, τ of dense and of {title(results.followed)} training, {results.studied}."
+    rings, zero = f"{remark} Rings: the α with the best accuracy.", "α = 0: ridge head only"
     charts = [
         _curves("Accuracy along α", rings, curves, "α", "validation accuracy (%)", {zero: 100 * results.ridge["val_accuracy"]}, chosen),
-        _curves("Loss along α", said, losses, "α", "validation loss", {zero: results.ridge["val_loss"]}),
+        _curves("Loss along α", remark, losses, "α", "validation loss", {zero: results.ridge["val_loss"]}),
     ]
     points, sentences = {"ridge head only": results.ridge}, []
     for name, sweep in sweeps.items():
@@ -269,10 +269,10 @@ def interference(results: DemoResults) -> list[Block]:
         f"against the majority, weight by weight: 0 if all agree, about {unrelated:.2f} for {count} unrelated updates. "
         "Moving only the least sensitive weights was proposed to keep tasks from interfering. Does it help for clients?",
     )
-    said = f"Within a round, {results.studied}."
+    remark = f"Within a round, {results.studied}."
     charts = [
-        _rounds("Sign conflict of the clients' updates", said, pair, "sign_conflict", {"unrelated updates": unrelated}),
-        _rounds("Mean cosine of the clients' updates", said, pair, "cosine", {"unrelated updates": 0.0}),
+        _rounds("Sign conflict of the clients' updates", remark, pair, "sign_conflict", {"unrelated updates": unrelated}),
+        _rounds("Mean cosine of the clients' updates", remark, pair, "cosine", {"unrelated updates": 0.0}),
     ]
     fewer, rounds = rounds_with_fewer_conflicts(pair[rule], pair["dense"])
     words = (
@@ -338,7 +338,7 @@ def average_xi(result: Mapping[str, Any]) -> float:
 
 def commands(results: DemoResults) -> list[Block]:
     sweep, one, two = (quote(relpath(path)) for path in (results.pair["dense"].path, *results.maps[results.followed]["names"]))
-    said = f"The runs of this page are in {relpath(results.central.path.parent)}; the last two commands read them again."
+    remark = f"The runs of this page are in {relpath(results.central.path.parent)}; the last two commands read them again."
     lines = (
         "fedlens run experiment=fedavg_noniid data.classes_per_client=2 seed=1\n"
         "fedlens resume runs/…  # resume an interrupted run, bit for bit\n"
@@ -348,7 +348,7 @@ def commands(results: DemoResults) -> list[Block]:
         f"fedlens arith sweep {sweep}\n"
         f"fedlens arith interference {one} {two}"
     )
-    return [*_section("Run it yourself", said), Code(lines)]
+    return [*_section("Run it yourself", remark), Code(lines)]
 
 
 SECTIONS: tuple[Callable[[DemoResults], list[Block]], ...] = (partitions, baseline, drift, masks, arithmetic, interference, commands)

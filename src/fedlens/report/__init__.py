@@ -1,1 +1,1 @@
-"""What studies came to, for readers: a page, and the files that go into papers."""
+"""Reports for readers: one page, and the files that go into papers."""

@@ -87,9 +87,9 @@ def _trained(cell: CellResult) -> CellResult:
     return replace(cell, runs={seed: run for seed, run in cell.runs.items() if not diverged(run)})
 
 
-def _lost(table: TableResult, said: str = " Left out, as they diverged") -> str:
+def _lost(table: TableResult, opening: str = " Left out, as they diverged") -> str:
     lost = [f"{label(cell.label)}, seed {seed}" for cell in table.cells for seed, run in cell.runs.items() if diverged(run)]
-    return f"{said}: {'; '.join(lost[:NAMED])}{f'; {len(lost) - NAMED} more' if len(lost) > NAMED else ''}." if lost else ""
+    return f"{opening}: {'; '.join(lost[:NAMED])}{f'; {len(lost) - NAMED} more' if len(lost) > NAMED else ''}." if lost else ""
 
 
 def _spread(lines: Sequence[tuple[CellResult, Curve]]) -> str:
@@ -237,8 +237,8 @@ def masks(study: StudyResult, key: str) -> Chart | None:
         if layers and not any(_near(layers, a, name == cell.label) and _near(kinds, b, name == cell.label) for name, a, b in rows):
             rows.append((cell.label, layers, kinds))
             runs.append(len(cell.runs))
-    said = f"{clean(study.name)}: mean over seeds ({counts(runs)}). Cells with the same masks, or nearly, are one row."
-    return _mask_views(key, said, [(label(name), layers, kinds) for name, layers, kinds in rows]) if rows else None
+    opening = f"{clean(study.name)}: mean over seeds ({counts(runs)}). Cells with the same masks, or nearly, are one row."
+    return _mask_views(key, opening, [(label(name), layers, kinds) for name, layers, kinds in rows]) if rows else None
 
 
 def _near(a: Shares, b: Shares, same_cell: bool) -> bool:
@@ -252,13 +252,13 @@ def mask_chart(masks: Mapping[str, Mask], key: str) -> Chart:
     return _mask_views(key, "", list(zip(masks, layers, kinds, strict=True)))
 
 
-def _mask_views(key: str, said: str, rows: Sequence[tuple[str, Shares, Shares]]) -> Chart:
+def _mask_views(key: str, opening: str, rows: Sequence[tuple[str, Shares, Shares]]) -> Chart:
     columns, names = list(dict.fromkeys(layer for _, layers, _ in rows for layer in layers)), vega.distinct([name for name, *_ in rows])
     density = Heat([[layers.get(layer) for layer in columns] for _, layers, _ in rows], names, columns, "trainable weights by layer (%)")
     shares = {name: kinds for name, (_, _, kinds) in zip(names, rows, strict=True)}
     below = vega.bar_view(shares, "composition of the mask by kind of weight (%)", 700)
     views = [vega.heat_view(density, ("", "", "trainable (%)"), 100), below]
-    caption = f"{said} Above: trainable weights by layer; below: composition of the mask by kind of weight.".strip()
+    caption = f"{opening} Above: trainable weights by layer; below: composition of the mask by kind of weight.".strip()
     chart = vega.build((key, "Places of the masks", caption, "masks"), views, 1, True, min(190, 20 + 6 * max(map(len, names))))
     return replace(chart, spec={**chart.spec, "resolve": {"scale": {"color": "independent"}}})
 
@@ -306,11 +306,11 @@ def disentanglement(analysis: Analysis | Sequence[Analysis], key: str) -> Chart 
     return xi_chart(xi, first["alphas"], names, key, f" Mean over seeds ({counts([len(same)])}).")
 
 
-def xi_chart(xi: Sequence[Sequence[float]], alphas: Sequence[float], names: Sequence[str], key: str, said: str = "") -> Chart:
+def xi_chart(xi: Sequence[Sequence[float]], alphas: Sequence[float], names: Sequence[str], key: str, opening: str = "") -> Chart:
     """Draw the disentanglement error ξ (a fraction) over α of the first vector (up) and of the second (across)."""
     ticks, (up, across) = [f"{alpha:g}" for alpha in alphas], map(label, names[:2])
     heat = Heat([[100 * value for value in row] for row in reversed(xi)], ticks[::-1], ticks)
-    caption = f"Disentanglement error ξ of {up} and {across}: percent of predictions that the other vector changes.{said}"
+    caption = f"Disentanglement error ξ of {up} and {across}: percent of predictions that the other vector changes.{opening}"
     return heat_chart(key, "Disentanglement error ξ (%)", caption, [heat], (f"α of {up}", f"α of {across}", "ξ (%)"), 100, kind="xi")
 
 
@@ -324,9 +324,9 @@ def forgetting(group: Sequence[Analysis], key: str) -> Chart | None:
             series.append(line if len(found) == 1 else replace(line, ring=None))
     if not series:
         return None
-    said = "on the classes of the client whose update is subtracted α times, and on all others"
+    opening = "on the classes of the client whose update is subtracted α times, and on all others"
     rings = "; rings: α chosen on validation" if len(group) == 1 else ""
-    caption = f"{label(label_of(group[0]))}: validation accuracy {said}; {_seeds([group])}{rings}."
+    caption = f"{label(label_of(group[0]))}: validation accuracy {opening}; {_seeds([group])}{rings}."
     style = replace(ACCURACY, share=False)
     return line_chart(key, "Forgetting a client", caption, series, "α subtracted", VALIDATION, style, "forget")
 

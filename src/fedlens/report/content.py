@@ -99,7 +99,9 @@ def _study(study: StudyResult, name: str, keys: Sequence[str], seen: set[str]) -
 
 def _answer(study: StudyResult, parts: Sequence[tuple[Answer, Sequence[Block]]], analyses: Sequence[Block], command: str) -> Answer:
     """Return a study's own answer: of its analysis, else of its first table with a significant difference, else of its first table."""
-    candidates = [block for block in analyses if isinstance(block, Answer) and block.question in (views.TITLES["forget"], views.TITLES["sweep"])]
+    candidates = [
+        block for block in analyses if isinstance(block, Answer) and block.question in (views.TITLES["forget"], views.TITLES["sweep"])
+    ]
     own = [(answer, table) for (answer, shown), table in zip(parts, study.tables, strict=True) if shown]
     for answer, table in sorted(own, key=lambda each: ", significant" not in each[0].text):
         candidates.append(replace(answer, text=f"“{label(table.name)}”: {answer.text}") if len(parts) > 1 else answer)
@@ -260,8 +262,8 @@ def _alike(study: StudyResult) -> list[TableResult]:
 
 def _together(study: StudyResult, tables: Sequence[TableResult], key: str) -> Table:
     """Return the cells of all tables down and the tables across."""
-    said = " ".join(f"{label(table.name)}:{text}" for table in tables if (text := _marks_text(table)))
-    caption = f"{label(study.name)}: test accuracy in percent, {MEANS}. {said}".strip()
+    differing = " ".join(f"{label(table.name)}:{text}" for table in tables if (text := _marks_text(table)))
+    caption = f"{label(study.name)}: test accuracy in percent, {MEANS}. {differing}".strip()
     return _matrix(key, caption, [label(table.name) for table in tables], views.beside(tables), map(_marks, tables), "together")
 
 
