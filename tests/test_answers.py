@@ -218,6 +218,10 @@ def test_a_run_that_ends_below_its_start_says_so(tmp_path: Path) -> None:
     edit(tmp_path / "s", "*", start={"val_accuracy": 0.78})
     table = gather([tmp_path / "s"]).studies[0].tables[0]
     assert answer(table, "").cautions == ["“a” ends below θ₀ on validation in 1 of 2 seeds."]
+    edit(tmp_path / "s", "run-0-1-0", start={"val_accuracy": 0.9})
+    table = gather([tmp_path / "s"]).studies[0].tables[0]
+    assert answer(table, "").cautions == ["Below θ₀ on validation: “a” (1 of 2 seeds) and “b” (1 of 2 seeds)."]
+    edit(tmp_path / "s", "run-0-1-0", start={"val_accuracy": 0.78})
     edit(tmp_path / "s", "run-0-0-0", steps=0)
     table = gather([tmp_path / "s"]).studies[0].tables[0]
     assert not any(ends_below_start(run) for cell in table.cells for run in cell.runs.values()), "a head without a step has no other start"

@@ -144,13 +144,15 @@ def _tuned(tuned: Sequence[Tuned]) -> list[str]:
 
 def _runs(cells: Sequence[CellResult]) -> list[str]:
     """Name diverged seeds, and cells that end below θ₀."""
-    cautions = []
+    cautions, low = [], dict[str, str]()
     for cell in cells:
         lost = [f"seed {seed}" for seed, run in sorted(cell.runs.items()) if diverged(run)]
-        below = sum(ends_below_start(run) and not diverged(run) for run in cell.runs.values())
         cautions += [f"{_name(cell.label)}: {_listed(lost)} diverged; the mean and its interval include it."] if lost else []
-        cautions += [f"{_name(cell.label)} ends below θ₀ on validation in {below} of {len(cell.runs)} seeds."] if below else []
-    return cautions
+        if below := sum(ends_below_start(run) and not diverged(run) for run in cell.runs.values()):
+            low[_name(cell.label)] = f"{below} of {len(cell.runs)}"
+    if len(low) == 1:
+        return [*cautions, *(f"{name} ends below θ₀ on validation in {seeds} seeds." for name, seeds in low.items())]
+    return cautions + [f"Below θ₀ on validation: {_listed([f'{name} ({seeds} seeds)' for name, seeds in low.items()])}."] * bool(low)
 
 
 # --- analyses and searches
