@@ -119,6 +119,12 @@ def macros(gathered: Gathered) -> dict[str, str]:
     return dict(re.findall(r"\\gdef\\csname lens/([^\\]+)\\endcsname\{(.*)\}", numbers(gathered)))
 
 
+def test_paths_of_a_machine_are_not_in_the_names_of_macros(tmp_path: Path) -> None:
+    cells = [(f"weights=/home/someone/{name}.pth", "", {}, [0.7, 0.8]) for name in ("a", "b")]
+    text = numbers(gather([make_study(tmp_path / "s", {"at /home/someone/data": cells}, name="x")]))
+    assert "someone" not in text and "b-pth" in text
+
+
 def test_every_number_is_a_macro(tmp_path: Path) -> None:
     found = gather([make_study(tmp_path / "s", RULES, name="masks of all")])
     defined = macros(found)

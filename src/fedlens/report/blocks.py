@@ -143,8 +143,8 @@ def label(text: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a key: a-z, 0-9 and hyphens, at most 48 characters."""
-    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    """Return a key: a-z, 0-9 and hyphens, at most 48 characters, without paths of a machine except for their last part."""
+    plain = unicodedata.normalize("NFKD", clean(text)).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].strip("-") or "x"
 
 
