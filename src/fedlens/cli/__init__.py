@@ -355,7 +355,7 @@ def _register_studies(commands: Commands) -> None:
     text = "Run a plan of many runs: finished runs are skipped, interrupted ones resumed."
     example = "fedlens study quick\n         fedlens study heterogeneity --on cifar100 --seeds 3 data.root=data"
     c = command(commands, "study", study_command, text, example)
-    named = "handin, quick, curves, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, momentum, six_models, arithmetic, forgetting"
+    named = "handin, quick, curves, baselines, heterogeneity, sparsity, calibration, strategies, merging, places, layerscale, momentum, six_models, arithmetic, forgetting"
     c.add_argument("name", help=f"{named}, rates, full; or a YAML file")
     c.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     c.add_argument("--on", help="embedded or cifar100 (default: the plan's first)")
