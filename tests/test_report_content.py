@@ -145,7 +145,7 @@ def test_seeds_that_are_missing_are_counted(tmp_path: Path) -> None:
     found = tables(contents(make_study(tmp_path / "s", {"t": cells})))
     assert [entry.text for entry in column(found["toy-t"], "n")] == ["2", "1 of 2", "0 of 2"]
     assert "Seeds not finished: b: 1 of 2; c: 0 of 2." in found["toy-t"].caption
-    assert texts(found["toy-t-paired"]) == [["b", "+10.00", "–", "1", "no test", "no test"]]
+    assert texts(found["toy-t-paired"]) == [["b", "+10.00", "–", "1", "no test", "no test", "–", "no test"]]
 
 
 def test_an_interval_ends_at_the_possible_range(tmp_path: Path) -> None:

@@ -112,6 +112,26 @@ def test_comparisons_are_paired_tests_on_the_shared_seeds(
     assert compare(shuffled, confidence=confidence) == list(found.values())
 
 
+@settings(max_examples=30, deadline=None)
+@given(runs=tables(), confidence=st.floats(0.5, 0.999))
+def test_pooled_comparisons_have_the_variance_within_all_names(runs: dict[str, dict[int, float]], confidence: float) -> None:
+    groups = [np.array(list(values.values())) for values in runs.values()]
+    freedom = sum(len(group) - 1 for group in groups)
+    for c in compare(runs, confidence=confidence, pooled=True):
+        x, y = (np.array(list(runs[name].values())) for name in (c.name_a, c.name_b))
+        assert c.difference == pytest.approx(y.mean() - x.mean(), abs=1e-12)
+        if c.n == 1:
+            assert (c.low, c.high, c.p, c.p_adjusted) == (None,) * 4
+            continue
+        error = math.sqrt(sum(((g - g.mean()) ** 2).sum() for g in groups) / freedom * (1 / len(x) + 1 / len(y)))
+        interval = stats.t.interval(confidence, freedom, loc=c.difference, scale=error)
+        assert (c.low, c.high) == (pytest.approx(interval[0], abs=1e-9), pytest.approx(interval[1], abs=1e-9))
+        assert c.p == pytest.approx(2 * stats.t.sf(abs(c.difference) / error, freedom), rel=1e-6)
+    a, b = ({0: 0.1, 1: 0.3, 2: 0.25}, {0: 0.4, 1: 0.45})
+    (two,) = compare({"a": a, "b": b}, pooled=True)
+    assert two.p == pytest.approx(stats.ttest_ind(list(b.values()), list(a.values())).pvalue)
+
+
 def test_against_a_baseline_the_others_are_subtracted_from_in_their_order() -> None:
     runs = {"b": {0: 2.0, 1: 4.0}, "base": {0: 1.0, 1: 1.0, 2: 9.0}, "c": {1: 0.0, 3: 5.0}, "alone": {7: 1.0}}
     first, second = compare(runs, "base")

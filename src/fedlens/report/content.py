@@ -289,15 +289,19 @@ def _below(study: StudyResult, tables: Sequence[TableResult], key: str) -> Table
 def _paired(table: TableResult, key: str) -> list[Table]:
     """Return the differences to the baseline cells."""
     alone, rows = ", ".join(label(name) for name in table.unshared()), []
-    for c in table.comparisons():
-        interval = NONE if c.low is None or c.high is None else Entry(f"[{percent(c.low)}, {percent(c.high)}]", "", c.low)
-        tests = [Entry(blocks.p_value(p), "", p) for p in (c.p, c.p_adjusted)]
-        rows.append([Entry(label(c.name_b)), number("{:+z.2f}", 100 * c.difference), interval, number("{}", c.n), *tests])
+    for c, pooled in zip(table.comparisons(), table.comparisons(pooled=True), strict=True):
+        interval, wide = (
+            NONE if d.low is None or d.high is None else Entry(f"[{percent(d.low)}, {percent(d.high)}]", "", d.low) for d in (c, pooled)
+        )
+        p, adjusted, of_pooled = (Entry(blocks.p_value(p), "", p) for p in (c.p, c.p_adjusted, pooled.p_adjusted))
+        difference = number("{:+z.2f}", 100 * c.difference)
+        rows.append([Entry(label(c.name_b)), difference, interval, number("{}", c.n), p, adjusted, wide, of_pooled])
     caption = (
         f"{label(table.name)}: test accuracy minus that of {_baseline(table)}, in points, over the n seeds that both have; 95 % t interval; p of the paired "
-        f"t test, and after Holm's correction.{f' No seed shared: {alone}.' if alone else ''}"
+        f"t test, and after Holm's correction. Pooled: unpaired, with the variance within cells pooled over the table.{f' No seed shared: {alone}.' if alone else ''}"
     )
-    return [Table(key, caption, ["", "difference", "95 % interval", "n", "p", "p (Holm)"], rows, "paired")] if rows or alone else []
+    header = ["", "difference", "95 % interval", "n", "p", "p (Holm)", "pooled interval", "p, pooled (Holm)"]
+    return [Table(key, caption, header, rows, "paired")] if rows or alone else []
 
 
 def _geometry(table: TableResult, cells: Sequence[CellResult], key: str) -> Table:

@@ -19,7 +19,7 @@ from fedlens.files import write_atomic
 from fedlens.report.blocks import NO_VALUE, Chart, Entry, Table, unique
 from fedlens.report.over_seeds import GEOMETRY, LENGTH, Measured, mask_shares, over_seeds, rate_of, table_keys
 from fedlens.study.results import CellResult, Gathered, TableResult
-from fedlens.study.statistics import compare, summarise
+from fedlens.study.statistics import Comparison, compare, summarise
 
 log = logging.getLogger("fedlens")
 
@@ -213,8 +213,9 @@ def _of_table(table: TableResult) -> dict[str, dict[str, str]]:
         own = found[keys[of]] = _of_cell(cell)
         for other in (label for label in others if of in tested and label in tested):
             for c in compare({other: tested[other], of: tested[of]}):
-                inside = "" if c.low is None or c.high is None else rf"\,[{100 * c.low:z.2f},\,{100 * c.high:z.2f}]"
-                own[f"minus {keys[other]}"] = f"${100 * c.difference:+z.2f}{inside}$"
+                own[f"minus {keys[other]}"] = _difference(c)
+            for c in compare(tested, {of: other}, pooled=True):
+                own[f"pooled minus {keys[other]}"] = _difference(c)
         own |= {
             f"times {keys[other]}": f"{float(f'{lengths[of] / lengths[other]:.2g}'):g}"
             for other in lengths
@@ -222,6 +223,11 @@ def _of_table(table: TableResult) -> dict[str, dict[str, str]]:
         }
         own |= {} if (p := tests.get(of)) is None else {"p": f"{p:.2g}"}
     return found
+
+
+def _difference(c: Comparison) -> str:
+    inside = "" if c.low is None or c.high is None else rf"\,[{100 * c.low:z.2f},\,{100 * c.high:z.2f}]"
+    return f"${100 * c.difference:+z.2f}{inside}$"
 
 
 def _of_cell(cell: CellResult) -> dict[str, str]:

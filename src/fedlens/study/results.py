@@ -122,10 +122,10 @@ class TableResult:
         """The metrics of the test set beside accuracy and loss: the summary keys that train.metrics added."""
         return further_metrics(run for cell in self.cells for run in cell.runs.values())
 
-    def comparisons(self, key: str = "test_accuracy") -> list[Comparison]:
-        """Return every cell's difference to its baseline cell on common seeds, with Holm's correction over the table."""
+    def comparisons(self, key: str = "test_accuracy", *, pooled: bool = False) -> list[Comparison]:
+        """Return every cell's difference to its baseline cell, paired or with pooled variance, with Holm's correction over the table."""
         named, baselines = self._compared(key)
-        return compare(named, baselines) if len(named) > 1 else []
+        return compare(named, baselines, pooled=pooled) if len(named) > 1 else []
 
     def unshared(self, key: str = "test_accuracy") -> list[str]:
         """Return the labels of cells without a common seed with their baseline cell."""

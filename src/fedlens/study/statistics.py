@@ -71,14 +71,21 @@ def summarise(values: Iterable[float] | Mapping[int, float], confidence: float =
 # --- differences
 
 
-def compare(runs: Runs, baseline: Baseline = None, method: str = "holm", confidence: float = 0.95) -> list[Comparison]:
-    """Compare all pairs, or every name with its baseline, on common seeds. Pairs without a common seed are omitted, see `unpaired`."""
+def compare(
+    runs: Runs, baseline: Baseline = None, method: str = "holm", confidence: float = 0.95, *, pooled: bool = False
+) -> list[Comparison]:
+    """Compare all pairs, or every name with its baseline, on common seeds. Pairs without a common seed are omitted, see `unpaired`.
+
+    `pooled`: an unpaired t test with the variance within names, pooled over all of `runs`. With three seeds a paired test has only
+    2 degrees of freedom, the pooled one 2 per name; it assumes that all names vary alike.
+    """
     if method not in CORRECTIONS:
         raise unknown("method", method, CORRECTIONS)
     _check_confidence(confidence)
     for name, values in runs.items():
         _numbers(name, values.values())
-    comparisons = [_compare(runs, a, b, confidence) for a, b in _pairs(runs, baseline) if runs[a].keys() & runs[b].keys()]
+    test = _pooled if pooled else _compare
+    comparisons = [test(runs, a, b, confidence) for a, b in _pairs(runs, baseline) if runs[a].keys() & runs[b].keys()]
     adjusted = iter(CORRECTIONS[method]([c.p for c in comparisons if c.p is not None]))
     return [c if c.p is None else replace(c, p_adjusted=next(adjusted)) for c in comparisons]
 
@@ -116,6 +123,21 @@ def _compare(runs: Runs, a: str, b: str, confidence: float) -> Comparison:
         return Comparison(a, b, s.n, s.mean, None, None, None, None, wilcoxon_p)
     p = float(2 * special.stdtr(s.n - 1, -abs(s.mean) / (s.sd / math.sqrt(s.n))))
     return Comparison(a, b, s.n, s.mean, s.low, s.high, p, None, wilcoxon_p)
+
+
+def _pooled(runs: Runs, a: str, b: str, confidence: float) -> Comparison:
+    groups = [list(values.values()) for values in runs.values()]
+    difference, n = statistics.mean(runs[b].values()) - statistics.mean(runs[a].values()), min(len(runs[a]), len(runs[b]))
+    freedom = sum(len(group) - 1 for group in groups)
+    variance = sum((len(group) - 1) * statistics.variance(group) for group in groups if len(group) > 1) / max(1, freedom)
+    error = math.sqrt(variance * (1 / len(runs[a]) + 1 / len(runs[b])))
+    if n == 1 or not error:
+        return Comparison(a, b, n, difference, None, None, None, None, None)
+    from scipy import special
+
+    half = -float(special.stdtrit(freedom, (1 - confidence) / 2)) * error
+    p = float(2 * special.stdtr(freedom, -abs(difference) / error))
+    return Comparison(a, b, n, difference, difference - half, difference + half, p, None, None)
 
 
 # --- multiple tests
