@@ -62,8 +62,8 @@ def test_a_small_table_is_exact(tmp_path: Path) -> None:
     )
     assert "Target: 50.00 % validation accuracy; evaluated every round. ≤: a seed had reached it at the first evaluation." in cells.caption
     assert texts(found["toy-three-models-paired"]) == [
-        ["dense", "-10.33", "[-11.77, -8.90]", "3", "0.001", "0.0021"],
-        ["sparse one", "+6.33", "[4.90, 7.77]", "3", "0.0028", "0.0028"],
+        ["dense", "-10.33", "[-11.77, -8.90]", "3", "0.001", "0.0021", "[-14.44, -6.23]", "0.0017"],
+        ["sparse one", "+6.33", "[4.90, 7.77]", "3", "0.0028", "0.0028", "[2.23, 10.44]", "0.0092"],
     ]
 
 
