@@ -452,3 +452,14 @@ Dense reaches \lens{toy-iid}{dense}\,\% (n = \lens[n]{toy-iid}{dense}) \cite{one
     (tmp_path / "paper.tex").write_text(own.replace("{toy-iid}{dense}", "{toy-iid}{sparse}"))
     with pytest.raises(UserError, match="no number mean of sparse in toy-iid"):
         compile_pdf(tmp_path)
+
+
+def test_every_measured_number_of_our_paper_is_a_macro_and_no_sentence_has_more_than_three() -> None:
+    source = (Path(__file__).parents[1] / "paper" / "paper.tex").read_text()
+    text = re.sub(r"(?<!\\)%.*", "", source[source.index(r"\begin{abstract}") :])
+    text = re.sub(r"\\(includegraphics|input|label|ref|cite\w*)(\[[^]]*\])?\{[^}]*\}", "", text)
+    measured = r"\\(lens|het|iid|one|kind|score|clip|kept|rules|single|six|leave|density)(\[[^]]*\])?(\{[^}]*\})+"
+    settings = {"0.9", "0.01", "0.1", "0.3", "0.14", "6.7"}  # momentum, softness, density, the test set's own error, LayerScale of the weights
+    assert set(re.findall(r"\d+\.\d+", re.sub(measured, "", text))) <= settings
+    sentences = re.split(r"(?<=[.;:])\s", re.sub(measured, "NUMBER", text))
+    assert max(sentence.count("NUMBER") for sentence in sentences) == 3
