@@ -90,7 +90,7 @@ def test_a_plan_has_a_run_for_every_case_value_and_seed(plan_path: Path) -> None
 @pytest.mark.parametrize("name", sorted(set(choices("study")) - {"full"}))
 def test_every_built_in_plan_can_be_read_for_each_of_its_places(name: str) -> None:
     places = list(OmegaConf.load(yaml_path("study", name)).where)
-    assert places == {"quick": ["embedded"], "rates": ["cifar100"]}.get(name, ["embedded", "cifar100"])
+    assert places == {"quick": ["embedded"], "rates": ["cifar100"], "layerscale": ["cifar100"]}.get(name, ["embedded", "cifar100"])
     for place in places:
         plan = read_plan(name, place=place, seeds=1)
         assert plan.runs and plan.question
@@ -435,7 +435,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 @pytest.mark.parametrize("name", sorted(folder.name.removesuffix("-cifar100") for folder in RESULTS.glob("*-cifar100")))
 def test_published_runs_belong_to_the_built_in_plans(name: str) -> None:
     """A resumed study must recognise its finished runs by name."""
-    plan = read_plan(name, place="cifar100", overrides=["model.weights=anywhere/dino_vits16_from_dinov2.pth"])
+    weights = "dinov2_vits14.pth" if name == "layerscale" else "dino_vits16_from_dinov2.pth"
+    plan = read_plan(name, place="cifar100", overrides=[f"model.weights=anywhere/{weights}"])
     study = Study(plan, RESULTS / f"{name}-cifar100")
     kept = {run.name for run in (study.folder / "runs").iterdir()}
     trials = {trial for search in study.searches for trial in search.metadata()["runs"]}
