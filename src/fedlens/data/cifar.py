@@ -1,5 +1,6 @@
 """CIFAR-100 and CIFAR-10 (Krizhevsky 2009) from the official binary files, or from the Python files without executing pickles."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def _load(name: str, root: Path, download: bool) -> Raw:
     folder = _first_with(files, root / layout.folder, root)
     if folder and not (download and any(not (folder / file).is_file() for file in (*files, layout.names))):
         return _read_binary(layout, folder)
-    if folder := _first_with(tuple(map(_python, files)), root / layout.python_folder, root):
+    if folder := _first_with([_python(file) for file in files], root / layout.python_folder, root):
         return _read_python(layout, folder)
     if not download:
         folders = f"{layout.folder}/ or {layout.python_folder}/"
@@ -103,7 +104,7 @@ def _load(name: str, root: Path, download: bool) -> Raw:
     return _read_binary(layout, root / layout.folder)
 
 
-def _first_with(files: tuple[str, ...], *folders: Path) -> Path | None:
+def _first_with(files: Sequence[str], *folders: Path) -> Path | None:
     """Return the first folder with any of the files; the reader then names the missing ones."""
     return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
 
@@ -118,17 +119,19 @@ def _require(path: Path) -> Path:
     return path
 
 
-def _raw(layout: Layout, train: Split, test: Split, names: list[str], names_file: Path) -> Raw:
+def _raw(layout: Layout, names_file: Path, names: list[str], read: Callable[[str], Split]) -> Raw:
+    """Return the set; `read` returns the samples of one file of the layout."""
     if len(names) != layout.classes:
         raise UserError(f"{names_file}: must have {layout.classes} class names, got {len(names)}.")
-    return Raw(train, test, names, layout.mean, layout.std)
+    train, test = ([read(file) for file in files] for files in (layout.train, layout.test))
+    whole = Split(torch.cat([part.images for part in train]), torch.cat([part.labels for part in train]))
+    return Raw(whole, test[0], names, layout.mean, layout.std)
 
 
 def _read_binary(layout: Layout, folder: Path) -> Raw:
     names_file = _require(folder / layout.names)
     names = names_file.read_text(encoding="utf-8", errors="replace").split()
-    train, test = (_join([_read_records(layout, _require(folder / file)) for file in files]) for files in (layout.train, layout.test))
-    return _raw(layout, train, test, names, names_file)
+    return _raw(layout, names_file, names, lambda file: _read_records(layout, _require(folder / file)))
 
 
 def _read_records(layout: Layout, path: Path) -> Split:
@@ -143,33 +146,25 @@ def _read_records(layout: Layout, path: Path) -> Split:
 
 def _read_python(layout: Layout, folder: Path) -> Raw:
     names_file = _require(folder / layout.python_names)
-    names = _field(read_pickle(names_file), layout.names_key, names_file)
+    (names,) = _fields(names_file, layout.names_key)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
         raise UserError(f"{names_file}: {layout.names_key!r} must be a list of class names.")
-    train, test = (_join([_read_batch(layout, _require(folder / _python(f))) for f in files]) for files in (layout.train, layout.test))
-    return _raw(layout, train, test, [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names], names_file)
+    texts = [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names]
+    return _raw(layout, names_file, texts, lambda file: _read_batch(layout, _require(folder / _python(file))))
 
 
 def _read_batch(layout: Layout, path: Path) -> Split:
-    batch = read_pickle(path)
-    data, labels = _field(batch, "data", path), _field(batch, layout.label_key, path)
+    data, labels = _fields(path, "data", layout.label_key)
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS or not len(data):
         raise UserError(f"{path}: 'data' must be a table of bytes with {PIXELS} columns.")
     if not isinstance(labels, list) or len(labels) != len(data) or any(label not in range(layout.classes) for label in labels):
         raise UserError(f"{path}: {layout.label_key!r} must be a list of {len(data)} integers from 0 to {layout.classes - 1}.")
-    return Split(torch.from_numpy(data).view(-1, 3, 32, 32), check_labels(torch.tensor(labels), layout.classes, path))
+    return Split(torch.from_numpy(data).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64))
 
 
-def _field(batch: Any, key: str, path: Path) -> Any:
-    """Return an entry of a pickled dictionary. Its key is bytes if Python 2 wrote it, as in the official files, else text."""
-    if isinstance(batch, dict):
-        for name in (key.encode(), key):
-            if name in batch:
-                return batch[name]
-    raise UserError(f"{path}: must have an entry {key!r}.")
-
-
-def _join(parts: list[Split]) -> Split:
-    if len(parts) == 1:
-        return parts[0]
-    return Split(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))
+def _fields(path: Path, *keys: str) -> list[Any]:
+    """Return entries of a pickled dictionary. Its keys are bytes if Python 2 wrote them, as in the official files, else text."""
+    content = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in read_pickle(path).items()}
+    if missing := [key for key in keys if key not in content]:
+        raise UserError(f"{path}: must have an entry {missing[0]!r}.")
+    return [content[key] for key in keys]

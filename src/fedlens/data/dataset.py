@@ -109,7 +109,6 @@ def load_dataset(
     name: str, root: str | os.PathLike[str] | None = None, *, val_fraction: float = 0.1, seed: int = 0, download: bool = False
 ) -> Dataset:
     """Return a data set by name, or `hf:NAME[:CONFIG]`, with a stratified validation split. Only `download=True` uses the network."""
-    check_fraction(val_fraction)
     where = default_root() if root is None else Path(root).expanduser()
     if name.startswith("hf:"):
         from fedlens.data.huggingface import load_hf  # imported late: it imports this module
@@ -148,15 +147,10 @@ def as_known_to(data: Dataset, class_names: Sequence[str], mean: Sequence[float]
     return Dataset(train, val, test, len(number), list(class_names), data.name, tuple(mean), tuple(std))
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise for a validation fraction outside [0, 1)."""
-    if not 0 <= fraction < 1:
-        raise bad_value("data.val_fraction", fraction, "in [0, 1)")
-
-
 def stratified_split(labels: Tensor | npt.NDArray[Any], fraction: float, seed: int) -> tuple[Index, Index]:
     """Return sorted (train, validation) indices: round(fraction·n) for validation, from each class its share to within one sample."""
-    check_fraction(fraction)
+    if not 0 <= fraction < 1:
+        raise bad_value("data.val_fraction", fraction, "in [0, 1)")
     y = np.asarray(labels)
     rng = numpy_rng(seed, "validation")
     _, group, counts = np.unique(y, return_inverse=True, return_counts=True)

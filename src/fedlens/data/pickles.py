@@ -22,27 +22,24 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         self.order = _text(state[1])
 
-    def name(self) -> str:
+    def numeric(self) -> np.dtype[Any]:
         name = ("" if self.order == "|" else self.order) + self.code.lstrip("|")
         if not re.fullmatch(r"[<>=]?[buif][1248]", name):
             raise ValueError(f"unsupported array type {name!r}")
-        return name
+        return np.dtype(name)
 
 
-class _Array:
-    """Stand-in for numpy.ndarray that stores shape, type and bytes."""
+class _Array(np.ndarray[Any, Any]):
+    """An array that takes its shape, numeric type and bytes from the pickle, and nothing else."""
 
-    def __init__(self, *_: Any) -> None:
-        self.state: Any = None
+    def __new__(cls, *_: Any) -> "_Array":
+        return super().__new__(cls, 0, np.uint8)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        _, shape, dtype, fortran, data = self.state
+        _, shape, dtype, fortran, data = state
         if not isinstance(data, bytes):
             raise ValueError("array without its bytes")
-        return np.frombuffer(bytearray(data), dtype.name()).reshape(shape, order="F" if fortran else "C")
+        super().__setstate__((1, shape, dtype.numeric(), fortran, data))  # checks the number of bytes
 
 
 def _encode(text: str, codec: Any = "latin1") -> bytes:
@@ -71,30 +68,15 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def read_pickle(path: Path) -> Any:
-    """Return the file's dictionaries, lists, numbers, strings (bytes from Python 2) and numeric arrays; raise for anything else."""
+def read_pickle(path: Path) -> dict[Any, Any]:
+    """Return the file's dictionary of lists, numbers, strings (bytes from Python 2) and numeric arrays."""
     try:
         with path.open("rb") as file:
-            return _plain(_Unpickler(file, encoding="bytes").load(), {})
+            content = _Unpickler(file, encoding="bytes").load()
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds no dictionary but a {type(content).__name__}")
+        return content
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle raises errors of any type
         raise UserError(f"{path}: must be a readable pickle of plain data ({first_line(error)}).") from error
-
-
-def _plain(value: Any, done: dict[int, Any]) -> Any:
-    """Return the value with stand-ins replaced by arrays. `done`: results by id, since a list may refer to another many times."""
-    if id(value) in done:
-        return done[id(value)]
-    match value:
-        case _Array():
-            return done.setdefault(id(value), value.to_numpy())
-        case dict():
-            return done.setdefault(id(value), {_plain(k, done): _plain(v, done) for k, v in value.items()})
-        case list():
-            return done.setdefault(id(value), [_plain(v, done) for v in value])
-        case tuple():
-            return done.setdefault(id(value), tuple(_plain(v, done) for v in value))
-        case None | bool() | int() | float() | str() | bytes():
-            return value
-    raise ValueError(f"unsupported type {type(value).__name__}")

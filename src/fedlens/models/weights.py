@@ -4,7 +4,6 @@ Layouts are recognised by their names and renamed to those of facebookresearch/d
 Public `.pth` files are opened with `weights_only=True`.
 """
 
-import hashlib
 import os
 import pickle
 import re
@@ -57,17 +56,8 @@ def public_path(name: str) -> Path:
 
 def fetch_public(name: str) -> Path:
     """Return the path of this model's public checkpoint, downloading it if it is not cached; either way its SHA-256 is checked."""
-    public, path = PUBLIC[name], public_path(name)
-    if not path.exists():
-        download(public.url, path, sha256=public.sha256, size=public.size)
-        return path
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != public.sha256:
-        raise UserError(
-            f"model.weights: {path} has SHA-256 {digest}, expected {public.sha256}: delete it, or set model.weights to its path."
-        )
-    return path
+    public = PUBLIC[name]
+    return download(public.url, public_path(name), sha256=public.sha256, size=public.size)
 
 
 def packaged_tiny() -> dict[str, Tensor]:
@@ -131,10 +121,11 @@ def to_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             name = re.sub(pattern, ours, name)
         renamed[name] = tensor
     for name in [n for n in renamed if ".attn.q." in n]:  # three matrices -> one
-        parts = [renamed.pop(name.replace(".q.", f".{part}."), None) for part in "qkv"]
-        if any(part is None for part in parts):
-            raise UserError(f"model.weights: {name.replace('.q.', '.{query,key,value}.')} is incomplete.")
-        renamed[name.replace(".q.", ".qkv.")] = torch.cat([part for part in parts if part is not None])
+        try:
+            parts = [renamed.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+        except KeyError:
+            raise UserError(f"model.weights: {name.replace('.q.', '.{query,key,value}.')} is incomplete.") from None
+        renamed[name.replace(".q.", ".qkv.")] = torch.cat(parts)
     return renamed
 
 
