@@ -1,5 +1,7 @@
 """Batches: the shuffled pass, augmentation against plain per-image code, resizing against Pillow."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -131,8 +133,8 @@ def test_schedules_start_at_one_and_end_where_they_say() -> None:
         assert schedule_factor(name, 1.0) == pytest.approx(ends[name], abs=1e-12)
 
 
-def test_a_registered_schedule_gets_the_options_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCHEDULES, "_members", dict(SCHEDULES))
+@patch.dict(SCHEDULES)
+def test_a_registered_schedule_gets_the_options_that_it_names() -> None:
     SCHEDULES["flat"] = lambda progress: 0.5
     SCHEDULES["steps"] = lambda progress, *, milestones: float(len(milestones))
     SCHEDULES["all"] = lambda progress, **options: float(sorted(options) == ["decay", "final", "milestones"])

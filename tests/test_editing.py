@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedlens.errors import UserError
 from fedlens.lens import geometry
-from fedlens.lens.editing import SweepPoint, alphas, best, interpolate, negate, sweep
+from fedlens.lens.editing import SweepPoint, alphas, best, interpolate, negate
 from fedlens.lens.space import ParamSpace
 from fedlens.lens.task_vectors import TaskVector
 
@@ -63,19 +63,6 @@ def test_nonsense_is_no_alpha(text: str) -> None:
 
 
 # --- sweeps and choices
-
-
-def test_a_sweep_evaluates_along_the_task_vector_and_leaves_it_alone() -> None:
-    theta0, tau = torch.tensor([1.0, 2.0]), torch.tensor([1.0, -1.0])
-    points = sweep(lambda theta: {"first": float(theta[0]), "sum": float(theta.mul_(1).sum())}, theta0, tau, alphas("-1,0,2"))
-    assert points == [
-        SweepPoint(-1.0, {"first": 0.0, "sum": 3.0}),
-        SweepPoint(0.0, {"first": 1.0, "sum": 3.0}),
-        SweepPoint(2.0, {"first": 3.0, "sum": 3.0}),
-    ]
-    assert theta0.tolist() == [1.0, 2.0]
-    with pytest.raises(UserError, match="same shape"):
-        sweep(lambda theta: {}, theta0, torch.ones(3), [1.0])
 
 
 def points(*values: tuple[float, float, float]) -> list[SweepPoint]:

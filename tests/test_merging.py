@@ -1,6 +1,7 @@
 """Merge rules equal what plain loops give, on random vectors with ties, zeros and both signs; merge() refuses what does not fit."""
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -271,8 +272,8 @@ def test_merge_options_are_checked_before_a_run() -> None:
             check_merge(name, options)
 
 
-def test_a_registered_rule_gets_its_options_and_the_context_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RULES, "_members", dict(RULES))
+@patch.dict(RULES)
+def test_a_registered_rule_gets_its_options_and_the_context_that_it_names() -> None:
     seen: list[dict[str, object]] = []
 
     @register("merge rule")

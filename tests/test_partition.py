@@ -1,6 +1,7 @@
 """Every sample on exactly one client, exactly Nc classes, balanced: for any K, Nc and class counts."""
 
 import itertools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -127,9 +128,8 @@ def test_equal_seeds_give_equal_shards_and_different_seeds_different_ones(scheme
     assert not all(np.array_equal(x, y) for x, y in zip(a, c, strict=True))
 
 
-def test_a_registered_scheme_gets_the_options_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCHEMES, "_members", dict(SCHEMES))
-
+@patch.dict(SCHEMES)
+def test_a_registered_scheme_gets_the_options_that_it_names() -> None:
     @SCHEMES.register
     def halves(y: Index, clients: int, rng: np.random.Generator, *, alpha: float) -> Index:
         return np.minimum(np.arange(len(y)) // int(alpha), clients - 1)

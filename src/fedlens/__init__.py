@@ -25,36 +25,24 @@ _HOME = {  # public name -> where it lives
     "load_run": "fedlens.training.run",
     "Run": "fedlens.training.run",
 }
-__all__ = [
-    "Mask",
-    "Run",
-    "SparseSGDM",
-    "TaskVector",
-    "calibrate_mask",
-    "create_model",
-    "load_dataset",
-    "load_run",
-    "merge",
-    "partition",
-    "register",
-    "ridge_head",
-    "ridge_statistics",
-    "run",
-    "sensitivity",
-]
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
-    from fedlens.data.dataset import load_dataset
-    from fedlens.data.partition import partition
-    from fedlens.lens.mask_rules import Mask, calibrate_mask
-    from fedlens.lens.merging import merge
-    from fedlens.lens.sensitivity import sensitivity
-    from fedlens.lens.task_vectors import TaskVector
-    from fedlens.models import create_model
-    from fedlens.models.heads import ridge_head, ridge_statistics
-    from fedlens.optim.sparse_sgdm import SparseSGDM
-    from fedlens.registry import register
-    from fedlens.training.run import Run, load_run, run
+    from fedlens.data.dataset import load_dataset as load_dataset
+    from fedlens.data.partition import partition as partition
+    from fedlens.lens.mask_rules import Mask as Mask
+    from fedlens.lens.mask_rules import calibrate_mask as calibrate_mask
+    from fedlens.lens.merging import merge as merge
+    from fedlens.lens.sensitivity import sensitivity as sensitivity
+    from fedlens.lens.task_vectors import TaskVector as TaskVector
+    from fedlens.models import create_model as create_model
+    from fedlens.models.heads import ridge_head as ridge_head
+    from fedlens.models.heads import ridge_statistics as ridge_statistics
+    from fedlens.optim.sparse_sgdm import SparseSGDM as SparseSGDM
+    from fedlens.registry import register as register
+    from fedlens.training.run import Run as Run
+    from fedlens.training.run import load_run as load_run
+    from fedlens.training.run import run as run
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,12 @@
 YAML and overrides. Importing this module does not import torch: the names of rules are looked up in their registries when a value is checked.
 """
 
+import copy
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,7 +21,7 @@ from fedlens.registry import registry
 
 CONF = Path(__file__).parent / "conf"
 MOST = 1_000_000  # bound of counts that memory grows with
-ENGINES = ("auto", "sequential", "threaded", "cohort")
+BOUNDS = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 
 
 def choices(group: str) -> list[str]:
@@ -68,18 +70,18 @@ class Key:
     @property
     def expected(self) -> str:
         """The range in words: `in (0, 1]`, `>= 1 or null`."""
-        if self.one_of or self.pattern:
-            text = f"one of {', '.join(self.names)}" if self.one_of else self.pattern.replace("|", ", ").replace(r":\d+", ":N")
+        low, high = self.gt if self.ge is None else self.ge, self.lt if self.le is None else self.le
+        if self.one_of:
+            text = f"{'a list of any' if self.is_list else 'one'} of {', '.join(self.names)}"
+        elif self.pattern:
+            text = self.pattern.replace("|", ", ").replace(r":\d+", ":N")
+        elif low is None:
+            text = "a mapping" if isinstance(self.default, dict) else ""
         else:
-            low, high = self.gt if self.ge is None else self.ge, self.lt if self.le is None else self.le
-            if low is not None and high is not None:
-                text = f"in {'[' if self.ge is not None else '('}{low:g}, {high:g}{']' if self.le is not None else ')'}"
-            elif low is not None:
-                text = f"{'>=' if self.ge is not None else '>'} {low:g}"
-            else:
-                text = "a mapping" if isinstance(self.default, dict) else ""
-        if self.is_list and text:
-            text = f"a list of values {text}" if not self.one_of else f"a list of any of {', '.join(self.names)}"
+            text = f"{'>' if self.ge is None else '>='} {low:g}"
+            if high is not None:
+                text = f"in {'(' if self.ge is None else '['}{low:g}, {high:g}{')' if self.le is None else ']'}"
+            text = f"a list of values {text}" if self.is_list else text
         return f"{text} or null" if self.nullable and text else text
 
     def holds(self, value: Any) -> bool:
@@ -99,13 +101,8 @@ class Key:
             return re.fullmatch(self.pattern, str(value)) is not None
         if isinstance(value, bool) or not isinstance(value, int | float):
             return True
-        return (
-            math.isfinite(value)
-            and (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
+        bounds = {name: getattr(self, name) for name in BOUNDS}
+        return math.isfinite(value) and all(BOUNDS[name](value, bound) for name, bound in bounds.items() if bound is not None)
 
 
 def key(default: Any, meaning: str, **facts: Any) -> Any:
@@ -169,19 +166,11 @@ class TrainConfig:
     chunk: int | None = key(None, "samples at once within a step; null: as many as fit", ge=1, since="0.2", when="trainer=centralized")
     eval_batch_size: int = key(256, "samples at once in evaluation and for features", ge=1, le=MOST)
     select: str = key(
-        "best",
-        "final model: the best on validation of those trained (best), or also the start, the head alone (best_or_start)",
-        one_of=("best", "best_or_start"),
-        since="0.3",
+        "best", "final model: the best of those trained, or of these and the start", one_of=("best", "best_or_start"), since="0.3"
     )
     test: bool = key(True, "evaluate the chosen model on the test set; searches set it to false")
     test_every: int = key(
-        0,
-        "epochs between evaluations on the test set for plots, which no choice reads; 0: the chosen model only, at the end",
-        ge=0,
-        since="0.3",
-        shown_only=True,
-        when="trainer=centralized",
+        0, "epochs between tests for plots; no choice reads them; 0: never", ge=0, since="0.3", shown_only=True, when="trainer=centralized"
     )
     metrics: list[str] = key([], "further metrics of validation and test, beside loss and accuracy", one_of="metric", since="0.3")
 
@@ -194,16 +183,12 @@ class FederatedConfig:
     rounds: int = key(60, "R, rounds", ge=1)
     algorithm: str = key("fedavg", "what a round does with the clients' steps", one_of="algorithm")
     algorithm_options: dict[str, Any] = key({}, "options of the algorithm, checked against its fields", since="0.3")
-    engine: str = key("auto", "how a cohort trains; auto: cohort on a GPU, threaded on a CPU", one_of=ENGINES)
+    engine: str = key(
+        "auto", "how a cohort trains; auto: cohort on GPU, else threaded", one_of=("auto", "sequential", "threaded", "cohort")
+    )
     chunk: int | None = key(None, "clients at once in the cohort engine; null: as many as fit", ge=1)
     eval_every: int = key(5, "rounds between evaluations", ge=1)
-    test_every: int = key(
-        0,
-        "rounds between evaluations on the test set for plots, which no choice reads; 0: the chosen model only, at the end",
-        ge=0,
-        since="0.3",
-        shown_only=True,
-    )
+    test_every: int = key(0, "rounds between tests for plots; no choice reads them; 0: never", ge=0, since="0.3", shown_only=True)
     target_accuracy: float | None = key(None, "stop when validation accuracy reaches it; null: never", gt=0, le=1)
     dropout_rate: float = key(0.0, "share of sampled clients that never answer", ge=0, lt=1)
     straggler_rate: float = key(0.0, "share of clients that do fewer steps", ge=0, le=1)
@@ -241,19 +226,13 @@ class MaskConfig:
     density: float = key(0.1, "share of the eligible weights that trains; sparsity=0.9 on the command line means density 0.1", gt=0, le=1)
     rounds: int = key(4, "calibration rounds: score, reject, score again", ge=1)
     soft: float = key(0.01, "factor on rejected weights while the next round scores", ge=0, le=1)
-    scope: str = key(
-        "central", "scores from the server's validation set, or summed over the clients' data", one_of=("central", "federated")
-    )
-    labels_from: str = key(
-        "model", "label that a score uses: drawn from the model, the true one, or all", one_of=("model", "data", "exact")
-    )
+    scope: str = key("central", "scores from the server's validation set, or summed over clients", one_of=("central", "federated"))
+    labels_from: str = key("model", "label of a score: drawn from the model, the true one, or all", one_of=("model", "data", "exact"))
     score: str = key("log_prob", "function whose squared gradient is the sensitivity", one_of=("log_prob", "logit"))
     samples: int | None = key(None, "samples to score on, in all or per client; null: all", ge=1)
     path: str | None = key(None, "saved mask to use instead, for example another run's mask.safetensors")
     without: list[str] = key([], "kinds of weight that are not selected", one_of="kind of weight", since="0.2")
-    like: str | None = key(
-        None, "mask whose densities per tensor are taken; null: least_sensitive's", when="mask.strategy=random_layerwise"
-    )
+    like: str | None = key(None, "mask whose densities per tensor count; null: least_sensitive's", when="mask.strategy=random_layerwise")
 
 
 @dataclass
@@ -273,9 +252,7 @@ class DeployConfig:
 
     wait: float = key(300.0, "seconds to wait for all clients at the start", ge=0)
     deadline: float = key(600.0, "seconds to wait for an answer", gt=0)
-    min_fraction: float = key(
-        0.5, "share of the requested clients that must answer; otherwise the round is retried, then the run stops", gt=0, le=1
-    )
+    min_fraction: float = key(0.5, "share of clients that must answer, otherwise the round is retried, then the run stops", gt=0, le=1)
     max_samples: int = key(1_000_000, "samples that a client may claim: its update is weighted by them", ge=1)
     norm_ratio: float | None = key(10.0, "reject updates longer than this multiple of recent rounds' median norm; null: accept all", ge=1)
 
@@ -316,37 +293,42 @@ class Config:
 @cache
 def keys() -> dict[str, Key]:
     """Return every dotted key with what is known about it, sections excluded."""
-    return dict(_keys_of(Config, "", ""))
+    return dict(_keys_of(Config))
 
 
-def _keys_of(section: Any, prefix: str, when: str) -> Iterator[tuple[str, Key]]:
+def _keys_of(section: Any, prefix: str = "", when: str = "") -> Iterator[tuple[str, Key]]:
     types = get_type_hints(section)
     for each in fields(section):
-        if "key" in each.metadata:
-            declared: Key = each.metadata["key"]
+        if key := each.metadata.get("key"):
             kind, *none = get_args(types[each.name]) if "None" in str(types[each.name]) else (types[each.name],)
-            facts = {"kind": kind, "nullable": bool(none), "is_list": str(kind).startswith("list"), "when": declared.when or when}
-            yield prefix + each.name, Key(**{**declared.__dict__, **facts})
+            is_list = str(kind).startswith("list")
+            yield prefix + each.name, replace(key, kind=kind, nullable=bool(none), is_list=is_list, when=key.when or when)
         else:
-            yield from _keys_of(types[each.name], f"{prefix}{each.name}.", each.metadata.get("when", ""))
+            yield from _keys_of(types[each.name], f"{each.name}.", each.metadata.get("when", ""))
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
     """Return every dotted key, sections included."""
-    sections = [each.name for each in fields(Config) if is_dataclass(each.default_factory) and each.default_factory is not MISSING]
-    return (*keys(), *sections)
+    return (*keys(), *(each.name for each in fields(Config) if "key" not in each.metadata))
 
 
 def value_of(config: Config, path: str) -> Any:
     """Return the value of a dotted key."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(path)(config)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
+
+
+# keys that read validation samples, with the value that does not
+VALIDATED: dict[str, Any] = {
+    "train.patience": None,
+    "train.select": "best",
+    "head": "linear",
+    "federated.target_accuracy": None,
+    "server.alphas": [],
+}
 
 
 def validate(config: Config, *, to_train: bool = True) -> Config:
@@ -362,7 +344,7 @@ def validate(config: Config, *, to_train: bool = True) -> Config:
             names = value if isinstance(value, list) else [value]
             raise unknown(path, next(str(name) for name in names if name not in known.names), known.names)
         raise bad_value(path, value, known.expected)
-    for check in (_check_training, _check_mask, _check_clients, _check_server, _check_privacy):
+    for check in (_check_validation, _check_training, _check_mask, _check_clients, _check_server, _check_privacy):
         check(config, to_train)
     return config
 
@@ -372,15 +354,17 @@ def _refuse(condition: object, message: str) -> None:
         raise UserError(message)
 
 
+def _check_validation(config: Config, to_train: bool) -> None:
+    for path, unused in VALIDATED.items():
+        read = config.data.val_fraction == 0 and value_of(config, path) != unused
+        _refuse(read, f"No validation set: set data.val_fraction > 0 or choose {path}={'null' if unused is None else unused}.")
+
+
 def _check_training(config: Config, to_train: bool) -> None:
-    o, train, model, has_val = config.optim, config.train, config.model, config.data.val_fraction > 0
+    o, model = config.optim, config.model
     expected = trainer_of(config.experiment)
     _refuse(config.trainer != expected, f"trainer must be {expected} for experiment={config.experiment}, got {config.trainer!r}.")
     _refuse(o.nesterov and (o.momentum == 0 or o.dampening), "optim.nesterov needs optim.momentum > 0 and optim.dampening = 0.")
-    no_val = "No validation set: set data.val_fraction > 0 or choose"
-    _refuse(train.patience is not None and not has_val, f"{no_val} train.patience=null.")
-    _refuse(train.select == "best_or_start" and not has_val, f"{no_val} train.select=best.")
-    _refuse(config.head == "ridge" and not has_val, f"{no_val} head=linear; ridge selects its lambda on the validation set.")
     _refuse(model.freeze_head and model.freeze_backbone, "model.freeze_head must be false with model.freeze_backbone: nothing would train.")
 
 
@@ -389,14 +373,12 @@ def _check_mask(config: Config, to_train: bool) -> None:
     if c.without and to_train:
         _refuse(set(c.without) >= set(registry("kind of weight")), "mask.without must leave at least one kind of weight.")
     _refuse(c.path and not c.strategy, "mask.path needs mask.strategy: name the strategy that the mask was made with.")
-    if not c.strategy or c.path:
-        return
-    federated = config.trainer == "federated"
-    _refuse(c.scope == "federated" and not federated, f"mask.scope must be central: {config.experiment} has no clients.")
+    over_clients = c.strategy and not c.path and c.scope == "federated"
+    _refuse(over_clients and config.trainer != "federated", f"mask.scope must be central: {config.experiment} has no clients.")
 
 
 def _check_clients(config: Config, to_train: bool) -> None:
-    fed, has_val = config.federated, config.data.val_fraction > 0
+    fed = config.federated
     for name in ("exclude", "idle"):
         listed = getattr(fed, name)
         _refuse(len(set(listed)) < len(listed), f"federated.{name} must name each client once, got {listed}.")
@@ -405,10 +387,6 @@ def _check_clients(config: Config, to_train: bool) -> None:
     _refuse(
         not any(map(fed.trains, range(fed.clients))),
         f"federated.exclude, federated.idle: at least one of {fed.clients} clients must train.",
-    )
-    _refuse(
-        fed.target_accuracy is not None and not has_val,
-        "No validation set: set data.val_fraction > 0 or choose federated.target_accuracy=null.",
     )
     plain = (config.server.optimizer, config.server.merge) == ("sgd", "mean")
     _refuse(fed.client_vectors and not plain, "federated.client_vectors needs server.optimizer=sgd and server.merge=mean.")
@@ -419,7 +397,6 @@ def _check_clients(config: Config, to_train: bool) -> None:
 def _check_server(config: Config, to_train: bool) -> None:
     c = config.server
     _refuse(c.alphas and c.optimizer != "sgd", f"server.alphas needs server.optimizer=sgd, got {c.optimizer!r}.")
-    _refuse(c.alphas and config.data.val_fraction == 0, "No validation set: set data.val_fraction > 0 or choose server.alphas=[].")
     if to_train and c.merge_options:
         registry("merge rule").check(c.merge, c.merge_options)
 
@@ -430,48 +407,49 @@ def _check_privacy(config: Config, to_train: bool) -> None:
     _refuse(p.noise and fed.client_vectors, "federated.client_vectors must be false with privacy.noise: it would undo the noise.")
     if not (p.noise or p.secure_aggregation or p.clip is not None) or not to_train:
         return
-    algorithm = registry("algorithm")[fed.algorithm]
-    plain_mean = server.merge == "mean" and vars(algorithm).get("plain_mean", False)  # a subclass must declare it itself
-    which = " or ".join(name for name, each in registry("algorithm").items() if vars(each).get("plain_mean"))
-    _refuse(
-        p.noise and not plain_mean, f"privacy.noise needs server.merge=mean and federated.algorithm={which}: its accounting assumes them."
-    )
-    _refuse(
-        p.clip is not None and algorithm.uses_raw_updates, f"privacy.clip does not work with {fed.algorithm}, which uses unclipped updates."
-    )
-    if p.secure_aggregation:
-        _refuse(
-            not plain_mean, f"privacy.secure_aggregation needs server.merge=mean and federated.algorithm={which}: only a mean is revealed."
-        )
-        for path in ("privacy.clip", "server.norm_bound", "federated.client_vectors", "federated.client_metrics"):
-            _refuse(value_of(config, path), f"{path} looks at single updates, which privacy.secure_aggregation hides from the server.")
+    algorithms = registry("algorithm")
+    exact = [name for name, each in algorithms.items() if vars(each).get("plain_mean")]  # a subclass must declare it itself
+    inexact = server.merge != "mean" or fed.algorithm not in exact
+    needed = f"server.merge=mean and federated.algorithm={' or '.join(exact)}"
+    _refuse(p.noise and inexact, f"privacy.noise needs {needed}: its accounting assumes them.")
+    _refuse(p.secure_aggregation and inexact, f"privacy.secure_aggregation needs {needed}: only a mean is revealed.")
+    raw = p.clip is not None and algorithms[fed.algorithm].uses_raw_updates
+    _refuse(raw, f"privacy.clip does not work with {fed.algorithm}, which uses unclipped updates.")
+    for path in ("privacy.clip", "server.norm_bound", "federated.client_vectors", "federated.client_metrics"):
+        single = p.secure_aggregation and value_of(config, path)
+        _refuse(single, f"{path} looks at single updates, which privacy.secure_aggregation hides from the server.")
 
 
 # --- keys that moved -------------------------------------------------------------------------------------------------
 
-MOVED: dict[str, tuple[str, str, Any]] = {  # key of version 0.2 -> its place now, the rule that has it, its default
-    "server.trim": ("server.merge_options.trim", "trimmed_mean", 0.1),
-    "server.clip_norm": ("server.merge_options.clip_norm", "clipped_mean", None),
-    "server.ties_density": ("server.merge_options.density", "ties", 0.2),
-    "server.drop": ("server.merge_options.drop", "dare", 0.5),
-    "server.top": ("server.merge_options.top", "breadcrumbs", 0.01),
-    "server.bottom": ("server.merge_options.bottom", "breadcrumbs", 0.85),
-    "federated.mu": ("federated.algorithm_options.mu", "fedprox", 0.01),
+MOVED: dict[
+    str, tuple[str, str, str, Any]
+] = {  # key of version 0.2 -> key that names its rule, the rule, the option's name now, its default
+    "server.trim": ("server.merge", "trimmed_mean", "trim", 0.1),
+    "server.clip_norm": ("server.merge", "clipped_mean", "clip_norm", None),
+    "server.ties_density": ("server.merge", "ties", "density", 0.2),
+    "server.drop": ("server.merge", "dare", "drop", 0.5),
+    "server.top": ("server.merge", "breadcrumbs", "top", 0.01),
+    "server.bottom": ("server.merge", "breadcrumbs", "bottom", 0.85),
+    "federated.mu": ("federated.algorithm", "fedprox", "mu", 0.01),
 }
-CHOSEN_BY = {"server": "merge", "federated": "algorithm"}  # section -> the key that names the rule
+
+
+def _moved(plain: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str, str, str, Any]]:
+    """Yield the section of each moved key that the configuration has, its old name, and the entries of MOVED without the section."""
+    for path, (rule_key, rule, option, default) in MOVED.items():
+        section, _, name = path.partition(".")
+        if plain.get(section) and isinstance(plain[section], dict):
+            yield plain[section], name, rule_key.removeprefix(f"{section}."), rule, option, default
 
 
 def upgraded(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved configuration of version 0.2 with today's keys: options of rules that it does not use are dropped."""
-    new = {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
-    for path, (place, rule, default) in MOVED.items():
-        section, _, name = path.partition(".")
-        values = new.get(section)
-        if isinstance(values, dict) and name in values:
-            value = values.pop(name)
-            if values.get(CHOSEN_BY[section], rule) == rule and value != default:
-                options = place.split(".")[1]
-                values[options] = {**(values.get(options) or {}), place.rpartition(".")[2]: value}
+    new = copy.deepcopy(dict(plain))
+    for values, name, chooser, rule, option, default in _moved(new):
+        value = values.pop(name, default)
+        if value != default and values.get(chooser, rule) == rule:
+            values[f"{chooser}_options"] = {**(values.get(f"{chooser}_options") or {}), option: value}
     if "trainer" not in new and new.get("experiment") in choices("experiment"):
         new["trainer"] = trainer_of(str(new["experiment"]))
     return new
@@ -479,14 +457,8 @@ def upgraded(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_in_version_2(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reverse of `upgraded`: moved keys under their names in version 0.2, which is how a run's identity has them."""
-    old = {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items()}
-    for path, (place, rule, default) in MOVED.items():
-        section, _, name = path.partition(".")
-        if not old.get(section):
-            continue
-        options = place.split(".")[1]
-        rest = dict(old[section].get(options) or {})
-        chosen = old[section].get(CHOSEN_BY[section]) == rule
-        old[section][name] = rest.pop(place.rpartition(".")[2], default) if chosen else default
-        old[section][options] = rest
+    old = copy.deepcopy(dict(plain))
+    for values, name, chooser, rule, option, default in _moved(old):
+        options = values[f"{chooser}_options"] = values.get(f"{chooser}_options") or {}
+        values[name] = options.pop(option, default) if values.get(chooser) == rule else default
     return old

@@ -5,8 +5,8 @@ Both `fedlens run` and `fl.run` call `compose`. An unknown key is an error that 
 
 import copy
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, StringNode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from fedlens.config import CHOSEN_BY, CONF, MOVED, Config, keys, known_keys, upgraded, validate
+from fedlens.config import CONF, MOVED, Config, keys, known_keys, upgraded, validate
 from fedlens.config import choices as choices
 from fedlens.errors import UserError, first_line, unknown
 from fedlens.registry import registry
@@ -33,15 +33,14 @@ ConfigStore.instance().store(name="schema", node=Config)
 GROUPS = ("experiment", "data", "model")
 MAX_YAML = {"characters": 2**18, "values": 20_000, "levels": 30, "characters in a value": 2000}  # of YAML from outside
 DICTS = tuple(f"{path}." for path, key in keys().items() if isinstance(key.default, dict))  # keys that hold options by name
+TEXTS = {path for path, key in keys().items() if key.kind is str}
 
 
 def _other_kinds(value: str) -> list[str]:
-    kinds, within = (
-        list(registry("kind of weight")),
-        [kind.strip() for kind in value.strip().removeprefix("[").removesuffix("]").split(",")],
-    )
-    if wrong := next((kind for kind in within if kind not in kinds), None):
-        raise unknown("mask.within", wrong, kinds)
+    kinds, within = list(registry("kind of weight")), [kind.strip() for kind in value.strip(" []").split(",")]
+    for kind in within:
+        if kind not in kinds:
+            raise unknown("mask.within", kind, kinds)
     return [kind for kind in kinds if kind not in within]
 
 
@@ -57,20 +56,20 @@ def normalise(overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         name, _, value = text.partition("=")
         if name in MOVED:
-            place = MOVED[name][0]
-            log.warning("%s is deprecated: it is now %s", name, place)
-            name, text = place, f"{place}={value}"
-        if name in ("model", "data") and value.startswith(("timm:", "hf:")):
-            done += [f"{name}={value.split(':', 1)[0]}", f"{name}.name={_quoted(value)}"]
-            continue
-        if name == "trainer" and "experiment" not in named and value in ("centralized", "federated"):
-            done.append("experiment=" + {"centralized": "centralized", "federated": "fedavg_iid"}[value])
-            continue
-        if name in _text_keys():
+            rule_key, _, option, _ = MOVED[name]
+            text = f"{rule_key}_options.{option}={value}"
+            log.warning("%s is deprecated: it is now %s_options.%s", name, rule_key, option)
+        elif name in ("model", "data") and value.startswith(("timm:", "hf:")):
+            done.append(f"{name}={value.partition(':')[0]}")
+            text = f"{name}.name={_quoted(value)}"
+        elif name == "trainer" and "experiment" not in named and value in ("centralized", "federated"):
+            value = "fedavg_iid" if value == "federated" else value
+            text = f"experiment={value}"
+        elif name in TEXTS:
             text = f"{name}={_as_text(value)}"
-        if name in ("sparsity", "mask.sparsity", "density"):
+        elif name in ("sparsity", "mask.sparsity", "density"):
             text = f"mask.density={value if name == 'density' else _densities(text, value)}"
-        if name == "mask.within":
+        elif name == "mask.within":
             text = f"mask.without=[{','.join(_other_kinds(value))}]"
         done.append(_checked(text, value))
     return done
@@ -93,18 +92,6 @@ def _checked(text: str, value: str) -> str:
     return text
 
 
-@cache
-def _text_keys() -> frozenset[str]:
-    """Return the keys whose value is a text."""
-    schema, texts = _schema(), set()
-    for key in keys():
-        section, _, name = key.rpartition(".")
-        node = (OmegaConf.select(schema, section) if section else schema)._get_node(name)
-        if isinstance(node, StringNode):
-            texts.add(key)
-    return frozenset(texts)
-
-
 def _as_text(value: str) -> str:
     """Return the value of a text key, quoted where Hydra's grammar would reject it or read a number: a path may have any letters."""
     if value.startswith("~/"):
@@ -119,10 +106,7 @@ def _as_text(value: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return a text in Hydra's quotes, where a backslash counts only before a quote and at the end."""
-    inner = re.sub(r"(\\*)(')", r"\1\1\\\2", value)
-    inner = re.sub(r"(\\+)$", r"\1\1", inner)
-    return f"'{inner}'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def _densities(text: str, value: str) -> str:
@@ -141,16 +125,11 @@ def compose(overrides: Sequence[str]) -> Config:
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
         raise UserError(f"overrides must be a list such as ['experiment=centralized', 'seed=3'], got {type(overrides).__name__}.")
     wanted = normalise(_without_unused_options(overrides))
-    groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS)
-    try:
-        values = OverridesParser.create().parse_overrides([text for text in wanted if text not in groups])
-        if any(value.is_sweep_override() or value.is_hydra_override() for value in values):
-            return to_config(_by_hydra(tuple(wanted)))  # raises Hydra's own error
+    groups = tuple(text for text in wanted if text.partition("=")[0] in GROUPS or text.startswith("hydra"))
+    with _one_line("override", wanted):
         composed = copy.deepcopy(_by_hydra(groups))
         composed.optim.lr = learning_rate_of(groups)
-        return _on_top(composed, values)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"override: {_what_failed(error, wanted)}") from None
+        return _on_top(composed, [text for text in wanted if text not in groups])
 
 
 def _without_unused_options(overrides: Sequence[str]) -> list[str]:
@@ -159,49 +138,48 @@ def _without_unused_options(overrides: Sequence[str]) -> list[str]:
     used = []
     for text in overrides:
         name = text.partition("=")[0]
-        section = name.partition(".")[0]
-        rule_key = f"{section}.{CHOSEN_BY.get(section, '')}"
-        if name in MOVED and MOVED[name][1] not in chosen.get(rule_key, "").split(","):
-            log.warning("%s is deprecated and has no effect without %s=%s", name, rule_key, MOVED[name][1])
+        if name in MOVED and MOVED[name][1] not in chosen.get(MOVED[name][0], "").split(","):
+            log.warning("%s is deprecated and has no effect without %s=%s", name, *MOVED[name][:2])
         else:
             used.append(text)
     return used
 
 
-def learning_rate_of(groups: Sequence[str]) -> float:
+@cache
+def learning_rate_of(groups: tuple[str, ...]) -> float:
     """Return the learning rate of a model in an experiment, from conf/rates.yaml."""
     chosen = {"model": "tiny", "experiment": "centralized"} | dict(text.split("=", 1) for text in groups)
-    rates = _rates()[chosen["model"]]
+    rates = OmegaConf.select(OmegaConf.load(CONF / "rates.yaml"), chosen["model"])
     return float(rates.get(chosen["experiment"], rates["default"]))
 
 
 @cache
-def _rates() -> Mapping[str, Mapping[str, float]]:
-    table: Any = OmegaConf.to_container(OmegaConf.load(CONF / "rates.yaml"))
-    return table  # type: ignore[no-any-return]
+def _by_hydra(groups: tuple[str, ...]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("fedlens.conf", version_base="1.3"):
+        return hydra_compose("config", list(groups))
 
 
-def _on_top(composed: DictConfig, values: Sequence[Override], to_train: bool = True) -> Config:
-    """Return the configuration with these single values, as Hydra sets them."""
+def _on_top(composed: DictConfig, overrides: Sequence[str], to_train: bool = True) -> Config:
+    """Return the configuration with these overrides of single keys, as Hydra sets them."""
     OmegaConf.set_struct(composed, False)  # options of rules are not in the schema; all other keys have been checked
-    for value in values:
-        OmegaConf.update(composed, str(value.key_or_group), value.value(), merge=True)
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.is_sweep_override():
+            raise UserError(f"override must be one value, got {override.input_line!r}.")
+        OmegaConf.update(composed, str(override.key_or_group), override.value(), merge=True)
     return to_config(composed, to_train)
 
 
-@cache
-def _by_hydra(overrides: tuple[str, ...]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_module("fedlens.conf", version_base="1.3"):
-        return hydra_compose("config", list(overrides))
-
-
-def _what_failed(error: Exception, overrides: Sequence[str]) -> str:
-    """Return Hydra's message without its stack: which value did not fit which type."""
-    cause = error.__cause__ or error
-    line = first_line(cause)
-    key = getattr(cause, "full_key", None) or next((o for o in overrides if o.split("=")[0] in str(error)), "")
-    return f"{key}: {line}" if key and key not in line else line
+@contextmanager
+def _one_line(what: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Report an error of Hydra or OmegaConf without its stack: which value did not fit which type."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ or error
+        line = first_line(cause)
+        key = getattr(cause, "full_key", None) or next((text for text in overrides if text.split("=")[0] in str(error)), "")
+        raise UserError(f"{what}: {line}" if not key or key in line else f"{what}: {key}: {line}") from None
 
 
 @cache
@@ -211,23 +189,17 @@ def _schema() -> DictConfig:
 
 def to_config(composed: DictConfig, to_train: bool = True) -> Config:
     """Return a composed configuration as validated dataclasses."""
-    try:
-        whole = OmegaConf.merge(_schema(), composed)
-        config = OmegaConf.to_object(whole)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from None
+    with _one_line("config"):
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), composed))
     assert isinstance(config, Config)
     return validate(config, to_train=to_train)
 
 
 def with_values(config: Config, overrides: Sequence[str]) -> Config:
     """Return the configuration with overrides of single keys on top."""
-    if not overrides:
-        return config
-    try:
-        return _on_top(OmegaConf.structured(config), OverridesParser.create().parse_overrides(normalise(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"override: {first_line(error)}") from None
+    wanted = normalise(overrides)
+    with _one_line("override", wanted):
+        return _on_top(OmegaConf.structured(config), wanted)
 
 
 def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = True) -> Config:
@@ -244,13 +216,8 @@ def from_file(path: Path, overrides: Sequence[str] = (), *, to_train: bool = Tru
     wanted = normalise(overrides)
     if groups := [text for text in wanted if text.partition("=")[0] in GROUPS]:
         raise UserError(f"override: only single keys can be set on top of {path}, got {groups[0]!r}.")
-    try:
-        values = OverridesParser.create().parse_overrides(wanted)
-        if sweep := next((value for value in values if value.is_sweep_override()), None):
-            raise UserError(f"override must be one value, got {sweep.input_line!r}.")
-        return _on_top(OmegaConf.merge(_schema(), upgraded(saved)), values, to_train)  # type: ignore[arg-type]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"config: {first_line(error)}") from None
+    with _one_line("config"):
+        return _on_top(OmegaConf.merge(_schema(), upgraded(saved)), wanted, to_train)  # type: ignore[arg-type]
 
 
 def parse_yaml(text: str) -> Any:

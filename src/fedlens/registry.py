@@ -7,9 +7,9 @@ A registry lives in the module of its built-in variants; HOMES says where, so th
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from fedlens.errors import UserError, unknown
 
@@ -26,13 +26,12 @@ HOMES = {  # kind -> module:attribute of its registry
 }
 
 
-class Registry(MutableMapping[str, T], Generic[T]):
+class Registry(dict[str, T]):
     """Functions or classes by the name that a configuration chooses them by."""
 
     def __init__(self, kind: str, *members: T, supplied: tuple[str, ...] = ()) -> None:
         self.kind, self.supplied = kind, supplied  # `supplied`: keywords that the caller sets, not the user
         self.check: Callable[[str, dict[str, Any]], None] = lambda name, options: None  # raises for options that a variant refuses
-        self._members: dict[str, T] = {}
         for member in members:
             self.register(member)
 
@@ -43,34 +42,22 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     def choose(self, name: str, field: str) -> T:
         """Return the variant of this name; an unknown one is an error of the configuration key `field`."""
-        if name not in self._members:
-            raise unknown(field, name, self._members)
-        return self._members[name]
+        if name not in self:
+            raise unknown(field, name, self)
+        return self[name]
 
     def describe(self, name: str) -> str:
         """Return the first line of a variant's docstring."""
-        return (inspect.getdoc(self._members[name]) or "").partition("\n")[0]
+        return (inspect.getdoc(self[name]) or "").partition("\n")[0]
 
     def options(self, name: str) -> dict[str, Any]:
         """Return the options of a variant, name -> default."""
-        return options_of(self._members[name], self.supplied)  # type: ignore[arg-type]
-
-    def __getitem__(self, name: str) -> T:
-        return self._members[name]
+        return options_of(self[name], self.supplied)  # type: ignore[arg-type]
 
     def __setitem__(self, name: str, member: T) -> None:
         if not callable(member):
             raise UserError(f"{self.kind} {name!r} must be a function or a class, got {type(member).__name__}.")
-        self._members[name] = member
-
-    def __delitem__(self, name: str) -> None:
-        del self._members[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
+        super().__setitem__(name, member)
 
 
 def registry(kind: str) -> Registry[Any]:
@@ -100,13 +87,12 @@ def accepted(member: Callable[..., Any], values: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in values.items() if takes_all or name in parameters}
 
 
-def check_options(field: str, name: str, given: MutableMapping[str, Any] | dict[str, Any], known: dict[str, Any]) -> None:
+def check_options(field: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise for an option that the variant `name` does not have, or a required one that is missing."""
-    for option in given:
-        if option not in known:
-            if not known:
-                raise UserError(f"{field} must be empty for {name}, which has no options; got {option!r}.")
-            raise unknown(f"{field} of {name}", option, known)
+    for option in given.keys() - known.keys():
+        if not known:
+            raise UserError(f"{field} must be empty for {name}, which has no options; got {option!r}.")
+        raise unknown(f"{field} of {name}", option, known)
     for option, default in known.items():
         if default is inspect.Parameter.empty and option not in given:
             raise UserError(f"{field}.{option} must be set: {name} has no default for it.")

@@ -76,18 +76,17 @@ def _fetch(url: str, part: Path, size: int | None) -> None:
         task = bar.add_task(url.rsplit("/", 1)[-1], total=size)
         for attempt in range(TRIES):
             have = part.stat().st_size if part.exists() else 0
+            if have == size:
+                return
             if size is not None and have > size:
                 part.unlink()
                 have = 0
-            if size is not None and have == size:
-                return
             try:
                 for done, total in _receive(url, part, have):
                     bar.update(task, completed=done, total=total or size)
                 return
             except _Lost:
-                now = part.stat().st_size if part.exists() else 0
-                if now <= have or attempt == TRIES - 1:
+                if attempt == TRIES - 1 or not part.exists() or part.stat().st_size <= have:
                     raise
 
 

@@ -8,12 +8,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF"]  # no format that
 FORMAT_VERSION = 3  # of the cache; increment it when decoding changes
 
 Item: TypeAlias = tuple[Path | bytes, str]  # an image as file or contents, and its name for errors
-T = TypeVar("T")
 
 
 @SOURCES.register
@@ -52,7 +51,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
     if not alone and (differing := sorted(set(names["train"]) ^ set(names[held_out]))):
         shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
         raise UserError(f"data.root: train/ and {held_out}/ of {root} have different classes: {shown} in one of them only.")
-    stats = {part: [_stat(path) for path in files] for part, files in parts.items()}
+    prints = {part: [_print(path, root) for path in files] for part, files in parts.items()}
     if size is None:
         size = natural_size([(path, str(path)) for path in parts["train"]])
     number = {name: i for i, name in enumerate(names["train"])}
@@ -61,8 +60,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
         cache = default_root() / "folder" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     splits = []
     for part, files in parts.items():
-        prints = [[path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns] for path, s in zip(files, stats[part], strict=True)]
-        images = cached_images(cache, part, prints, ((path, str(path)) for path in files), len(files), size)
+        images = cached_images(cache, part, prints[part], ((path, str(path)) for path in files), len(files), size)
         splits.append(Split(images, torch.tensor([number[path.parent.name] for path in files])))
     if alone:
         splits.append(splits[0].subset(torch.zeros(0, dtype=torch.int64)))
@@ -86,14 +84,15 @@ def _list(part: Path) -> list[Path]:
     return [file for files in images.values() for file in files]
 
 
-def _stat(path: Path) -> os.stat_result:
+def _print(path: Path, root: Path) -> list[str | int]:
+    """Return what identifies a file of the set: its name, size and time of change."""
     try:
         status = path.stat()
     except OSError as error:  # a broken link
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
     if not stat.S_ISREG(status.st_mode):  # a pipe would never end
         raise UserError(f"{path}: cannot be read (not a file).")
-    return status
+    return [path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns]
 
 
 def natural_size(items: list[Item]) -> int:
@@ -173,7 +172,8 @@ def _write(path: Path, index: str, items: Iterable[Item], count: int, size: int,
         data = Path(work) / "images"
         with data.open("wb") as file, progress_bar(MofNCompleteColumn()) as bar:
             task = bar.add_task(f"decoding {part}", total=count)
-            for chunk in _chunks(iter(items), 256):  # limits the images in memory
+            images = iter(items)
+            while chunk := list(islice(images, 256)):  # limits the images in memory
                 for pixels in pool.map(lambda item: decode(item, size), chunk):
                     file.write(pixels)
                     bar.advance(task)
@@ -186,8 +186,3 @@ def _write(path: Path, index: str, items: Iterable[Item], count: int, size: int,
     for old in path.parent.glob(f"{part}-{size}-*"):  # from an earlier state of the set
         if old.stem != path.stem:
             old.unlink(missing_ok=True)
-
-
-def _chunks(items: Iterator[T], length: int) -> Iterator[list[T]]:
-    while chunk := list(islice(items, length)):
-        yield chunk

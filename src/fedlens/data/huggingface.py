@@ -16,8 +16,8 @@ from fedlens.errors import UserError, bad_value, first_line
 LABELS = ["fine_label", "label", "labels"]  # preferred names, the first that exists
 
 
-def load_hf(name: str, root: Path, download: bool, size: int | None = None) -> Raw:
-    """Return the set `hf:NAME[:CONFIG]`, where NAME is on the hub or a local path. `size` as in `load_folder`."""
+def load_hf(name: str, root: Path, download: bool) -> Raw:
+    """Return the set `hf:NAME[:CONFIG]`, where NAME is on the hub or a local path."""
     dataset, _, config = name.removeprefix("hf:").partition(":")
     if not dataset:
         raise bad_value("data.name", name, "hf:NAME or hf:NAME:CONFIG")
@@ -29,9 +29,8 @@ def load_hf(name: str, root: Path, download: bool, size: int | None = None) -> R
     names = list(splits["train"].features[label].names)
     if getattr(splits[held_out].features.get(label), "names", None) != names or image not in splits[held_out].features:
         raise UserError(f"{name}: train and {held_out} must have the same columns and class names.")
-    if size is None:
-        rows = splits["train"]
-        size = natural_size(list(_items(name, rows.select(range(0, len(rows), max(1, -(-len(rows) // 64)))), image)))
+    rows = splits["train"]
+    size = natural_size(list(_items(name, rows.select(range(0, len(rows), max(1, -(-len(rows) // 64)))), image)))
     cache = root / "hf" / re.sub(r"[^\w.-]+", "_", name.removeprefix("hf:")).strip("_")
     train, test = (_split(name, part, splits[part], image, label, len(names), cache, size) for part in ("train", held_out))
     return Raw(train, test, names, *channel_statistics(train.stored))

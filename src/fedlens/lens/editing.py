@@ -4,9 +4,9 @@ Choices read only the metrics passed in. They must come from validation data, ne
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 import torch
 from torch import Tensor
@@ -26,37 +26,18 @@ class SweepPoint:
 
 def alphas(spec: str | Sequence[float]) -> list[float]:
     """Return the numbers of "start:stop:count" (evenly spaced, both ends exact), of "a,b,c" or of a sequence."""
-    if not isinstance(spec, str) or ":" not in spec:
-        values = [float(_number(part, spec)) for part in (spec.split(",") if isinstance(spec, str) else spec)]
-        if not values:
-            raise _bad_alphas(spec)
-        return values
-    parts = spec.split(":")
-    if len(parts) != 3 or not parts[2].strip().isdecimal() or not 2 <= int(parts[2]) <= MOST:
-        raise _bad_alphas(spec)
-    start, stop, gaps = _number(parts[0], spec), _number(parts[1], spec), int(parts[2]) - 1
-    # Decimals, so that -0.7:2.1:5 includes exactly 0 and 0:1:11 exactly 0.3.
-    return [float((start * (gaps - i) + stop * i) / gaps) for i in range(gaps + 1)]
-
-
-def _number(part: object, spec: object) -> Decimal:
     try:
-        number = Decimal(str(part).strip())
-    except InvalidOperation:
-        number = Decimal("nan")
-    if not (number.is_finite() and math.isfinite(float(number))):
-        raise _bad_alphas(spec)
-    return number
-
-
-def _bad_alphas(spec: object) -> UserError:
-    return bad_value("alphas", spec, f"start:stop:count with a count of 2 to {MOST}, or numbers separated by commas")
-
-
-def sweep(evaluate: Callable[[Tensor], Mapping[str, float]], theta0: Tensor, tau: Tensor, alphas: Sequence[float]) -> list[SweepPoint]:
-    """Evaluate θ0 + α·τ for each α, in order. `evaluate` must use validation data, since points are chosen by its metrics."""
-    _check_same_shape(theta0, tau)
-    return [SweepPoint(float(alpha), dict(evaluate(theta0 + alpha * tau))) for alpha in alphas]
+        if isinstance(spec, str) and ":" in spec:  # decimals, so that -0.7:2.1:5 includes exactly 0 and 0:1:11 exactly 0.3
+            first, last, count = spec.split(":")
+            start, stop, gaps = Decimal(first), Decimal(last), int(count) - 1
+            values = [float((start * (gaps - i) + stop * i) / gaps) for i in range(gaps + 1)] if 0 < gaps < MOST else []
+        else:
+            values = [float(Decimal(str(part))) for part in (spec.split(",") if isinstance(spec, str) else spec)]
+    except (ValueError, ArithmeticError):
+        values = []
+    if not values or not all(map(math.isfinite, values)):
+        raise bad_value("alphas", spec, f"start:stop:count with a count of 2 to {MOST}, or numbers separated by commas")
+    return values
 
 
 def best(points: Sequence[SweepPoint], key: str = "val_accuracy") -> SweepPoint:
@@ -81,7 +62,8 @@ def negate(points: Sequence[SweepPoint], target: str, control: str, keep: float 
 
 def interpolate(theta_a: Tensor, theta_b: Tensor, alpha: float) -> Tensor:
     """Return θ_a + α(θ_b − θ_a), exact at α = 0 and 1; α outside [0, 1] extrapolates."""
-    _check_same_shape(theta_a, theta_b)
+    if theta_a.shape != theta_b.shape:
+        raise UserError(f"interpolation needs vectors of the same shape, got {tuple(theta_a.shape)} and {tuple(theta_b.shape)}.")
     return torch.lerp(theta_a, theta_b, float(alpha))
 
 
@@ -92,8 +74,3 @@ def _measured(points: Sequence[SweepPoint], key: str) -> list[SweepPoint]:
             known = ", ".join(sorted(point.metrics)) or "none"
             raise UserError(f"sweep: no metric {key!r} at alpha {point.alpha:g}; measured are {known}.")
     return [p for p in points if not math.isnan(p.metrics[key])]
-
-
-def _check_same_shape(one: Tensor, other: Tensor) -> None:
-    if one.shape != other.shape:
-        raise UserError(f"task arithmetic needs vectors of the same shape, got {tuple(one.shape)} and {tuple(other.shape)}.")

@@ -158,13 +158,10 @@ class Mask:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, 8 coordinates per byte, atomically."""
-        path = Path(path)
         tensors = {"mask": pack_bits(self.vector), "eligible": pack_bits(self.eligible)}
         shapes = list(self.space.shapes.items())
         metadata = {"shapes": shapes, "sha256": _digest(shapes, tensors)}
-        with disk_errors(path, SafetensorError, run=False):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, lambda part: save_file(tensors, part, {"fedlens.mask": json.dumps(metadata)}))
+        write_tensors(Path(path), tensors, {"fedlens.mask": json.dumps(metadata)})
 
     @classmethod
     def load(cls, path: str | Path) -> "Mask":
@@ -189,6 +186,13 @@ def _flat(space: ParamSpace, masks: Mapping[str, Tensor]) -> Tensor:
         if mask.dtype != torch.bool:
             raise bad_value(f"mask of {name}", str(mask.dtype), "torch.bool")
     return space.flatten({name: mask.detach().cpu() for name, mask in masks.items()})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file atomically, in a folder that is made if necessary."""
+    with disk_errors(path, SafetensorError, run=False):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda part: save_file(tensors, part, metadata))
 
 
 def pack_bits(vector: Tensor) -> Tensor:

@@ -195,13 +195,11 @@ def random(request: Request) -> Tensor:
 def qk_only(request: Request) -> Tensor:
     """Choose at random among attention's queries and keys: a control, since least_sensitive favours those."""
     within = of_kinds(request.space, ("query", "key")).to(request.eligible.device) & request.eligible
-    most, total = int(within.sum()), int(request.eligible.sum())
-    if not most:
+    if not bool(within.any()):
         raise UserError(
             "mask.strategy: qk_only has nothing to choose from: no eligible tensor is …qkv.weight, …query.weight or …key.weight."
         )
-    if request.count > most:
-        raise _too_dense(request.configured_density, most, total, "for qk_only")
+    _check_room(within, request.eligible, request.count, request.configured_density, "for qk_only")
     return select(request.noise(), within, request.count)
 
 
@@ -287,14 +285,16 @@ def _exclude(space: ParamSpace, eligible: Tensor, density: float, without: Colle
             raise unknown("mask.without", kind, KINDS)
     count = keep_schedule(int(eligible.sum()), density, 1)[0]
     among = eligible & ~of_kinds(space, without)
-    if count > int(among.sum()):
-        raise _too_dense(density, int(among.sum()), int(eligible.sum()), f"without {', '.join(without)}")
+    _check_room(among, eligible, count, density, f"without {', '.join(without)}")
     return among, count / int(among.sum())
 
 
-def _too_dense(density: float, available: int, total: int, restriction: str) -> UserError:
-    bound = floor(1e4 * available / total) / 1e4
-    return bad_value("mask.density", density, f"at most {bound} {restriction} ({available:,} of {total:,} eligible coordinates)")
+def _check_room(among: Tensor, eligible: Tensor, count: int, density: float, restriction: str) -> None:
+    """Raise if a restriction leaves fewer than `count` of the eligible coordinates."""
+    left, total = int(among.sum()), int(eligible.sum())
+    if count > left:
+        bound = floor(1e4 * left / total) / 1e4
+        raise bad_value("mask.density", density, f"at most {bound} {restriction} ({left:,} of {total:,} eligible coordinates)")
 
 
 def calibrate_mask(

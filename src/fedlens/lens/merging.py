@@ -146,16 +146,16 @@ RULES.register(weighted_sum, "sum")
 def merge_rows(rule: str, rows: Tensor, weights: Tensor, options: Mapping[str, Any], **context: Any) -> Tensor:
     """Merge rows [n, P] by the rule of this name, with its options and those of the context values that it names."""
     function = RULES.choose(rule, "server.merge")
-    check_options(OPTIONS, rule, dict(options), options_of(function, CONTEXT))
+    check_options(OPTIONS, rule, options, RULES.options(rule))
     return _checked(rule, function(rows, weights, **options, **accepted(function, context)), rows)
 
 
 def check_merge(rule: str, options: Mapping[str, Any]) -> None:
     """Raise for an unknown rule or option and for a bad value, by merging three tiny vectors."""
-    known = options_of(RULES.choose(rule, "server.merge"), CONTEXT)
-    check_options(OPTIONS, rule, dict(options), known)
-    for name, value in options.items():
-        if isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, Real)):
+    RULES.choose(rule, "server.merge")
+    for name, default in RULES.options(rule).items():
+        value = options.get(name, default)
+        if isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, Real)):
             raise bad_value(f"{OPTIONS}.{name}", value, "a number")
     rows = torch.arange(1.0, 13.0).view(3, 4)
     try:

@@ -14,12 +14,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
-from fedlens.files import disk_errors, write_atomic
-from fedlens.lens.mask import MaskLike, pack_bits, unpack_bits
+from fedlens.lens.mask import MaskLike, pack_bits, unpack_bits, write_tensors
 from fedlens.lens.space import ParamSpace
 
 FORMAT = "fedlens.task_vector.v1"
@@ -150,7 +148,7 @@ class TaskVector:
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically."""
-        path, vector = Path(path), self.vector.cpu().contiguous()
+        vector = self.vector.cpu().contiguous()
         stored = (vector != 0) | torch.signbit(vector)  # −0.0 too, so that loading gives the same bits
         if sparse := int(stored.sum()) <= SPARSE * len(vector):
             tensors = {"bitmap": pack_bits(stored), "values": vector[stored]}
@@ -159,9 +157,7 @@ class TaskVector:
         names = json.dumps(list(self.space.shapes.items()))
         metadata = {"format": FORMAT, "encoding": "sparse" if sparse else "dense", "space": names, "sha256": _digest(names, vector)}
         metadata |= {"origins": json.dumps(sorted(self.origins))} if self.origins else {}
-        with disk_errors(path, SafetensorError, run=False):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, lambda part: save_file(tensors, part, metadata))
+        write_tensors(Path(path), tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> "TaskVector":

@@ -48,7 +48,7 @@ class RidgeChoice:
     val_accuracy: float
 
 
-def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor, lambdas: tuple[float, ...] = LAMBDAS) -> RidgeChoice:
+def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor) -> RidgeChoice:
     """Choose λ by validation accuracy, then the temperature that minimises validation cross-entropy.
 
     Ridge logits approximate one-hot targets, so their softmax is nearly flat. A temperature keeps fine-tuning from rescaling the network.
@@ -60,7 +60,7 @@ def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor, lambdas
     def accuracy_of(head: tuple[Tensor, Tensor]) -> float:
         return float((F.linear(features, *head).argmax(1) == labels).double().mean())
 
-    heads = ((lam, ridge_head(A, b, lam)) for lam in sorted(lambdas, reverse=True))
+    heads = ((lam, ridge_head(A, b, lam)) for lam in sorted(LAMBDAS, reverse=True))
     accuracy, lam, (weight, bias) = max(
         ((accuracy_of(head), lam, head) for lam, head in heads), key=lambda entry: entry[0]
     )  # ties: largest λ
