@@ -52,10 +52,7 @@ class Split:
         """All samples of the split [len(self), …], read into memory if the split is an index."""
         return self.stored if self.index is None else self.stored.index_select(0, self.index)
 
-    @property
-    def images(self) -> Tensor:
-        """All images of the split: uint8 [len(self), channels, height, width]."""
-        return self.inputs
+    images = inputs  # of an image set: uint8 [len(self), channels, height, width]
 
     def gather(self, idx: Tensor) -> Tensor:
         """Return the inputs at these positions of the split; only these rows are read from disk."""

@@ -287,10 +287,7 @@ class PartitionStats:
 def label_counts(labels: Labels, shards: Sequence[Index]) -> NDArray[np.int64]:
     """Return sample counts [clients, classes]."""
     y = _as_array(labels)
-    classes = int(y.max()) + 1
-    owner = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
-    flat = owner * classes + y[np.concatenate(list(shards))]
-    return np.bincount(flat, minlength=len(shards) * classes).reshape(len(shards), classes)
+    return np.stack([np.bincount(y[shard], minlength=int(y.max()) + 1) for shard in shards])
 
 
 def partition_stats(labels: Labels, shards: Sequence[Index]) -> PartitionStats:

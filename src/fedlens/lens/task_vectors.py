@@ -165,22 +165,20 @@ class TaskVector:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise UserError(f"task vector: {path} is a safetensors file, but not a task vector that fedlens saved.")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+            if metadata.get("format") != FORMAT:
+                raise UserError(f"task vector: {path} is a safetensors file, but not a task vector that fedlens saved.")
             space = ParamSpace(dict(json.loads(metadata["space"])))
             vector = _unpacked(space, tensors) if metadata["encoding"] == "sparse" else space.flatten(tensors)
-            intact = vector.shape == (space.size,) and metadata["sha256"] == _digest(metadata["space"], vector)
-            origins = [str(origin) for origin in json.loads(metadata.get("origins", "[]"))]
+            if vector.shape != (space.size,) or metadata["sha256"] != _digest(metadata["space"], vector):
+                raise ValueError("its content differs from what was written")
+            return cls(space, vector, [str(origin) for origin in json.loads(metadata.get("origins", "[]"))])
         except FileNotFoundError:
             raise UserError(f"task vector: {path} does not exist.") from None
         except (SafetensorError, OSError) as error:
             raise UserError(f"task vector: {path} cannot be read: {first_line(error)}.") from None
         except (KeyError, ValueError, TypeError, RuntimeError, IndexError):
-            intact = False
-        if not intact:
-            raise UserError(f"task vector: {path} is damaged.")
-        return cls(space, vector, origins)
+            raise UserError(f"task vector: {path} is damaged.") from None
 
 
 def check_fits(space: ParamSpace, tensors: Mapping[str, Tensor], owner: str, exactly: bool = False) -> None:

@@ -56,14 +56,10 @@ def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor) -> Ridg
     if not len(labels):
         raise UserError("head: ridge chooses its lambda on validation samples, and there are none: set data.val_fraction > 0.")
     features, labels = features.double(), labels.long()
-
-    def accuracy_of(head: tuple[Tensor, Tensor]) -> float:
-        return float((F.linear(features, *head).argmax(1) == labels).double().mean())
-
-    heads = ((lam, ridge_head(A, b, lam)) for lam in sorted(LAMBDAS, reverse=True))
-    accuracy, lam, (weight, bias) = max(
-        ((accuracy_of(head), lam, head) for lam, head in heads), key=lambda entry: entry[0]
-    )  # ties: largest λ
+    heads = {lam: ridge_head(A, b, lam) for lam in sorted(LAMBDAS, reverse=True)}
+    accuracies = {lam: float((F.linear(features, *head).argmax(1) == labels).double().mean()) for lam, head in heads.items()}
+    lam = max(accuracies, key=accuracies.__getitem__)  # ties: the largest λ, which is the first
+    weight, bias = heads[lam]
     logits = F.linear(features, weight, bias)
     # Cross-entropy is convex in the inverse temperature, so ternary search on its logarithm finds the minimum.
     low, high = 0.0, 3.0  # log10 of the multiplier
@@ -75,4 +71,4 @@ def choose_ridge(A: Tensor, b: Tensor, features: Tensor, labels: Tensor) -> Ridg
         else:
             low = left
     scale = 10 ** ((low + high) / 2)
-    return RidgeChoice(weight * scale, bias * scale, lam, 1 / scale, accuracy)
+    return RidgeChoice(weight * scale, bias * scale, lam, 1 / scale, accuracies[lam])

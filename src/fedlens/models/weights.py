@@ -155,4 +155,4 @@ def load_weights(model: ViT, tensors: Mapping[str, Tensor], source: str) -> None
     if problems := misfits({name: tensor.shape for name, tensor in own.items()}, state):
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise UserError(f"model.weights: {source} does not fit: {shown}.")
-    model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=len(own) == len(model.state_dict()))
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=model.fitted_head)
