@@ -320,15 +320,8 @@ def value_of(config: Config, path: str) -> Any:
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
-
-# keys that read validation samples, with the value that does not
-VALIDATED: dict[str, Any] = {
-    "train.patience": None,
-    "train.select": "best",
-    "head": "linear",
-    "federated.target_accuracy": None,
-    "server.alphas": [],
-}
+# At their defaults, these keys need no validation set.
+VALIDATED = ("train.patience", "train.select", "head", "federated.target_accuracy", "server.alphas")
 
 
 def validate(config: Config, *, to_train: bool = True) -> Config:
@@ -355,9 +348,10 @@ def _refuse(condition: object, message: str) -> None:
 
 
 def _check_validation(config: Config, to_train: bool) -> None:
-    for path, unused in VALIDATED.items():
-        read = config.data.val_fraction == 0 and value_of(config, path) != unused
-        _refuse(read, f"No validation set: set data.val_fraction > 0 or choose {path}={'null' if unused is None else unused}.")
+    for path in VALIDATED:
+        default = keys()[path].default
+        read = config.data.val_fraction == 0 and value_of(config, path) != default
+        _refuse(read, f"No validation set: set data.val_fraction > 0 or choose {path}={'null' if default is None else default}.")
 
 
 def _check_training(config: Config, to_train: bool) -> None:
@@ -422,9 +416,8 @@ def _check_privacy(config: Config, to_train: bool) -> None:
 
 # --- keys that moved -------------------------------------------------------------------------------------------------
 
-MOVED: dict[
-    str, tuple[str, str, str, Any]
-] = {  # key of version 0.2 -> key that names its rule, the rule, the option's name now, its default
+# key of version 0.2 -> key that names its rule, the rule, the option's name now, its default
+MOVED: dict[str, tuple[str, str, str, Any]] = {
     "server.trim": ("server.merge", "trimmed_mean", "trim", 0.1),
     "server.clip_norm": ("server.merge", "clipped_mean", "clip_norm", None),
     "server.ties_density": ("server.merge", "ties", "density", 0.2),

@@ -4,6 +4,8 @@ import difflib
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 class UserError(Exception):
@@ -50,6 +52,14 @@ def check_utf8(name: object, field: str) -> None:
         str(name).encode()
     except UnicodeEncodeError:
         raise UserError(f"{field}: {clean_text(str(name))} is not UTF-8; rename it.") from None
+
+
+def optional(module: str, extra: str, field: str) -> Any:
+    """Import a library that not every installation has; if it is missing, the error names the extra of fedlens that installs it."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UserError(f"{field} needs {module}; install it with: pip install 'fedlens[{extra}]'") from None
 
 
 @contextmanager

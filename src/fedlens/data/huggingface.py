@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlens.data.dataset import Raw, Split, channel_statistics, check_labels
 from fedlens.data.folder import Item, cached_images, natural_size
-from fedlens.errors import UserError, bad_value, first_line
+from fedlens.errors import UserError, bad_value, first_line, optional
 
 LABELS = ["fine_label", "label", "labels"]  # preferred names, the first that exists
 
@@ -37,10 +37,7 @@ def load_hf(name: str, root: Path, download: bool) -> Raw:
 
 
 def _open(name: str, dataset: str, config: str | None, download: bool) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(f"{name}: needs the datasets library. Run: pip install 'fedlens[hf]'") from error
+    datasets = optional("datasets", "hf", f"data.name: {name}")
     local = Path(dataset).expanduser()
     try:
         if (local / "dataset_dict.json").is_file():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlens.errors import UserError, first_line
+from fedlens.errors import UserError, first_line, optional
 from fedlens.models.weights import check_numbers
 
 log = logging.getLogger("fedlens")
@@ -58,10 +58,7 @@ def disable_dropout(backbone: nn.Module) -> None:
 
 
 def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int, dropout: float) -> Adapted:
-    try:
-        import timm
-    except ImportError:
-        raise UserError(f"model.name: timm:{name} needs timm; install it with: pip install 'fedlens[timm]'") from None
+    timm = optional("timm", "timm", f"model.name: timm:{name}")
     try:
         try:
             backbone = timm.create_model(name, pretrained=pretrained, num_classes=0, img_size=image_size)
@@ -73,13 +70,10 @@ def from_timm(name: str, num_classes: int, pretrained: bool, image_size: int, dr
 
 
 def from_huggingface(name: str, num_classes: int, pretrained: bool, image_size: int, dropout: float) -> Adapted:
+    auto = optional("transformers", "hf", f"model.name: hf:{name}")
     try:
-        from transformers import AutoConfig, AutoModel
-    except ImportError:
-        raise UserError(f"model.name: hf:{name} needs transformers; install it with: pip install 'fedlens[hf]'") from None
-    try:
-        config = AutoConfig.from_pretrained(name)
-        backbone, loading = AutoModel.from_pretrained(name, output_loading_info=True) if pretrained else (AutoModel.from_config(config), {})
+        config, model = auto.AutoConfig.from_pretrained(name), auto.AutoModel
+        backbone, loading = model.from_pretrained(name, output_loading_info=True) if pretrained else (model.from_config(config), {})
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.name: hf:{name} cannot be loaded ({first_line(error)[:160]}).") from None
     missing = sorted(map(str, loading.get("missing_keys", ())))
