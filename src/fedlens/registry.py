@@ -96,6 +96,3 @@ def check_options(field: str, name: str, given: Mapping[str, Any], known: Mappin
     for option, default in known.items():
         if default is inspect.Parameter.empty and option not in given:
             raise UserError(f"{field}.{option} must be set: {name} has no default for it.")
-
-
-__all__ = ["Registry", "accepted", "check_options", "options_of", "register", "registry"]

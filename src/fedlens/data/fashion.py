@@ -2,7 +2,6 @@
 
 import gzip
 import zlib
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +44,7 @@ def fashion_mnist(root: Path, download: bool) -> Raw:
 @SOURCES.register
 def fashion_mini(root: Path, download: bool) -> Raw:
     """Sample of Fashion-MNIST in the package: 6,000 + 1,000 images, no download."""
-    asset = resources.files("fedlens.data") / "assets" / "fashion_mnist_mini.npz"
-    with asset.open("rb") as file, np.load(file, allow_pickle=False) as data:
+    with np.load(Path(__file__).parent / "assets" / "fashion_mnist_mini.npz", allow_pickle=False) as data:
         train, test = (Split(_grey(data[f"x_{part}"]), torch.from_numpy(data[f"y_{part}"]).long()) for part in ("train", "test"))
     return Raw(train, test, list(CLASSES), MEAN, STD)
 

@@ -51,7 +51,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
     if not alone and (differing := sorted(set(names["train"]) ^ set(names[held_out]))):
         shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
         raise UserError(f"data.root: train/ and {held_out}/ of {root} have different classes: {shown} in one of them only.")
-    prints = {part: [_print(path, root) for path in files] for part, files in parts.items()}
+    fingerprints = {part: [_fingerprint(path, root) for path in files] for part, files in parts.items()}
     if size is None:
         size = natural_size([(path, str(path)) for path in parts["train"]])
     number = {name: i for i, name in enumerate(names["train"])}
@@ -60,7 +60,7 @@ def load_folder(root: Path, size: int | None = None, *, alone: bool = False) -> 
         cache = default_root() / "folder" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
     splits = []
     for part, files in parts.items():
-        images = cached_images(cache, part, prints[part], ((path, str(path)) for path in files), len(files), size)
+        images = cached_images(cache, part, fingerprints[part], ((path, str(path)) for path in files), len(files), size)
         splits.append(Split(images, torch.tensor([number[path.parent.name] for path in files])))
     if alone:
         splits.append(splits[0].subset(torch.zeros(0, dtype=torch.int64)))
@@ -84,7 +84,7 @@ def _list(part: Path) -> list[Path]:
     return [file for files in images.values() for file in files]
 
 
-def _print(path: Path, root: Path) -> list[str | int]:
+def _fingerprint(path: Path, root: Path) -> list[str | int]:
     """Return what identifies a file of the set: its name, size and time of change."""
     try:
         status = path.stat()

@@ -10,7 +10,6 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -62,8 +61,7 @@ def fetch_public(name: str) -> Path:
 
 def packaged_tiny() -> dict[str, Tensor]:
     """Return the tiny backbone that ships with the package, pretrained by scripts/pretrain_tiny.py."""
-    with resources.as_file(resources.files("fedlens.models") / "assets" / "tiny.safetensors") as path:
-        return read_tensors(path)
+    return read_tensors(Path(__file__).parent / "assets" / "tiny.safetensors")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
