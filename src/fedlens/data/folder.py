@@ -8,8 +8,9 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -104,11 +105,13 @@ def natural_size(items: list[Item]) -> int:
     return min(SIZE, int(median(sides)))
 
 
-def open_image(item: Item) -> Image.Image:
-    """Open an image: its header is read, its pixels are not."""
+@contextmanager
+def open_image(item: Item) -> Iterator[Image.Image]:
+    """Open an image: its header is read, its pixels on access. An error names the image."""
     data, name = item
     try:
-        return Image.open(data if isinstance(data, Path) else io.BytesIO(data), formats=FORMATS)
+        with Image.open(data if isinstance(data, Path) else io.BytesIO(data), formats=FORMATS) as image:
+            yield image
     except Exception as error:  # decoders raise errors of many types
         raise UserError(f"{name}: not a readable image ({first_line(error)}).") from error
 
@@ -116,10 +119,7 @@ def open_image(item: Item) -> Image.Image:
 def decode(item: Item, size: int) -> bytes:
     """Return RGB bytes [3, size, size]: the shorter side resized (bicubic), the centre cropped."""
     with open_image(item) as image:
-        try:
-            fitted = ImageOps.fit(_eight_bits(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
-        except Exception as error:
-            raise UserError(f"{item[1]}: not a readable image ({first_line(error)}).") from error
+        fitted = ImageOps.fit(_eight_bits(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
     return b"".join(channel.tobytes() for channel in fitted.split())
 
 
@@ -130,11 +130,11 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I"):
         return image
     pixels = np.asarray(image).astype(np.int64)
-    if pixels.size and not 0 <= pixels.min() <= pixels.max() < 2**16:
+    if not 0 <= pixels.min() <= pixels.max() < 2**16:
         raise ValueError(f"its pixels must have 8 or 16 bits, got {pixels.min()} to {pixels.max()}")
-    if image.mode == "I" and pixels.size and pixels.max() < 2**8:  # 32 bits with 8-bit values
+    if image.mode == "I" and pixels.max() < 2**8:  # 32 bits with 8-bit values
         return Image.fromarray(pixels.astype(np.uint8))
-    if pixels.size and pixels.max() < 2**12:
+    if pixels.max() < 2**12:
         _warn_of_dark_images()
     return Image.fromarray(np.rint(pixels / 257).astype(np.uint8))
 
