@@ -319,7 +319,7 @@ def test_interference_of_several_runs_has_every_pair_and_no_map(central: Run, fe
         (["sweep", "no-such-run"], "is not a run folder"),
         (["sweep", "FED", "--alphas=0:1"], "start:stop:count"),
         (["sweep", "FED", "--out", "FED/config.yaml"], "--out"),
-        (["sweep", "FED", "FILE"], "has no 'stranger'"),
+        (["sweep", "FED", "FILE"], "missing stranger"),
         (["interpolate", "FED", "EMPTY"], "is not a run folder"),
         (["forget", "CENTRAL", "--client", "0"], "federated.client_vectors=true"),
         (["forget", "FED", "--client", "12"], "client must be one that"),

@@ -120,7 +120,7 @@ def test_different_spaces_do_not_mix(other: dict[str, tuple[int, ...]]) -> None:
     b = TaskVector(space, torch.ones(space.size))
     operations: list[Callable[[], object]] = [lambda: a + b, lambda: a - b, lambda: a.dot(b), lambda: a.cosine(b), lambda: b + a]
     for operation in operations:
-        with pytest.raises(UserError, match=r"'[acd]'"):
+        with pytest.raises(UserError, match=r"(missing|surplus) [cd]|a is \[[23], [23]\], needs \[[23], [23]\]"):
             operation()
     assert a != b
     assert a != "a"
@@ -184,23 +184,23 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name() -> None:
     tau = TaskVector.between(a, model(1))
     state = dict(a.state_dict())
     lacking = {name: tensor for name, tensor in state.items() if name != "2.weight"}
-    with pytest.raises(UserError, match=r"no '2\.weight'"):
+    with pytest.raises(UserError, match=r"the model does not fit: missing 2\.weight"):
         tau.apply_to(lacking)
-    with pytest.raises(UserError, match=r"'2\.bias' has shape \(3,\)"):
+    with pytest.raises(UserError, match=r"2\.bias is \[3\], needs \[2\]"):
         tau.apply_to(state | {"2.bias": torch.zeros(3)})
-    with pytest.raises(UserError, match=r"'0\.weight'"):
+    with pytest.raises(UserError, match=r"missing 0\.weight"):
         tau.apply_to(nn.Linear(3, 5))
-    with pytest.raises(UserError, match=r"'2\.bias'"):
+    with pytest.raises(UserError, match=r"missing 2\.bias"):
         tau.apply_to(state | {"2.bias": torch.zeros(2, dtype=torch.int64)})
 
 
 def test_between_names_the_first_difference() -> None:
     state = dict(model(0).state_dict())
-    with pytest.raises(UserError, match=r"no '0\.bias'"):
+    with pytest.raises(UserError, match=r"missing 0\.bias"):
         TaskVector.between(state, {name: tensor for name, tensor in state.items() if name != "0.bias"})
-    with pytest.raises(UserError, match="'extra'"):
+    with pytest.raises(UserError, match="surplus extra"):
         TaskVector.between(state, state | {"extra": torch.zeros(1)})
-    with pytest.raises(UserError, match=r"\(9, 3\).*\(5, 3\)"):
+    with pytest.raises(UserError, match=r"0\.weight is \[9, 3\], needs \[5, 3\]"):
         TaskVector.between(state, state | {"0.weight": torch.zeros(9, 3)})
     with pytest.raises(UserError, match="no floating-point"):
         TaskVector.between({}, {})
@@ -237,9 +237,9 @@ def test_state_gives_views_and_a_mask_restricts() -> None:
     some = tau.restricted(AsMask(masks))
     assert some.vector.tolist() == [-1, 0, 0, 0, 0, -6, 0, -8, -9, -10, -11]
     assert some.density == 6 / 11
-    with pytest.raises(UserError, match="the mask has no 'c'"):
+    with pytest.raises(UserError, match="the mask does not fit: missing c"):
         tau.restricted(AsMask({name: masks[name] for name in ("a", "b")}))
-    with pytest.raises(UserError, match="'c' has shape"):
+    with pytest.raises(UserError, match=r"c is \[5\], needs \[4\]"):
         tau.restricted(AsMask(masks | {"c": torch.ones(5, dtype=torch.bool)}))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedlens.errors import UserError, bad_value, first_line
 from fedlens.lens.mask import MaskLike, pack_bits, unpack_bits, write_tensors
-from fedlens.lens.space import ParamSpace
+from fedlens.lens.space import ParamSpace, misfits
 
 FORMAT = "fedlens.task_vector.v1"
 SPARSE = 0.25  # density up to which a bitmap and values are stored
@@ -182,14 +182,10 @@ class TaskVector:
 
 
 def check_fits(space: ParamSpace, tensors: Mapping[str, Tensor], owner: str, exactly: bool = False) -> None:
-    """Raise unless tensors hold every name of the space with its shape, and with `exactly` no other; the error names the first misfit."""
-    for name, shape in space.shapes.items():
-        if name not in tensors:
-            raise UserError(f"task vector: {owner} has no {name!r}.")
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(f"task vector: {name!r} has shape {tuple(tensors[name].shape)} in {owner}, expected {shape}.")
-    if exactly and (extra := next((name for name in tensors if name not in space.shapes), None)):
-        raise UserError(f"task vector: {owner} has {extra!r}, which the first lacks.")
+    """Raise unless tensors hold every name of the space with its shape, and with `exactly` no other."""
+    relevant = tensors if exactly else {name: tensors[name] for name in space.shapes if name in tensors}
+    if problems := misfits(space.shapes, relevant):
+        raise UserError(f"task vector: {owner} does not fit: {'; '.join(problems[:8])}.")
 
 
 def check_weights(weights: Sequence[float] | Tensor | None, count: int) -> Tensor:
