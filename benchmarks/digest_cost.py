@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fedlens as fl
-from fedlens.runs import digests, store
+from fedlens.runs import digests, folder, store
 
 CLIENTS = ["federated.clients=50", "federated.participation=0.2", "optim.batch_size=32", "device=cpu", "run.progress=false"]
 RUNS = {
@@ -46,12 +46,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in ("sha256", "sha256_of_file", "write_all", "read", "written", "damaged", "verify", "to_text"):
         setattr(digests, name, timed(getattr(digests, name)))
-    store.verify, store.sha256_of_file = digests.verify, digests.sha256_of_file
-    store.RunFolder.keep_digests = timed(store.RunFolder.keep_digests)  # type: ignore[method-assign]
+    store.verify = folder.verify = digests.verify
+    folder.sha256_of_file = digests.sha256_of_file
+    folder.RunFolder.keep_digests = timed(folder.RunFolder.keep_digests)  # type: ignore[method-assign]
     for name, options in RUNS.items():
         spent[0], started = 0.0, time.process_time()
-        with tempfile.TemporaryDirectory() as folder:
-            fl.run([*CLIENTS, *options, f"run.dir={folder}/run"])
+        with tempfile.TemporaryDirectory() as place:
+            fl.run([*CLIENTS, *options, f"run.dir={place}/run"])
         total = time.process_time() - started
         print(f"{name}: {spent[0]:.3f} s of {total:.1f} s CPU, {100 * spent[0] / total:.2f} %", flush=True)
 

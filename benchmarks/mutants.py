@@ -43,7 +43,7 @@ class Mutant:
 
 # --- the table ----------------------------------------------------------------------------------------------------------
 
-FED, CENTRAL, STORE, PRIVACY = "training/federated.py", "training/centralized.py", "runs/store.py", "training/privacy.py"
+FED, CENTRAL, FOLDER, PRIVACY = "training/federated.py", "training/centralized.py", "runs/folder.py", "training/privacy.py"
 SESSION, UPDATES, SERVER, ALGORITHMS = "runs/session.py", "training/updates.py", "optim/server.py", "training/algorithms.py"
 WORK, SPARSE, STUDY, FILES = "engine/local_work.py", "optim/sparse_sgdm.py", "study/runner.py", "files.py"
 R = "test_resume.py::test_"
@@ -68,11 +68,12 @@ FLUSHED, LOSS = (
 COUNTS = 'self.dropped, self.nonfinite, self.refused = (int(state[name]) for name in ("dropped", "nonfinite", "refused"))'
 BYTES = 'traffic.up, traffic.down = traffic.up + int(state["bytes_up"]), traffic.down + int(state["bytes_down"])'
 BETTER = "elif self.best_score is None or score > self.best_score:"
-DROPOUT = 'rng = torch_rng(seed, "dropout", round_, client)'
+DROPOUT = 'keep.append(dropout_mask((steps, batch, features), dropout, torch_rng(seed, "dropout", round_, client)))'
+KEYED = 'torch_rng(cfg.seed, "dropout", epoch, 0, within)'
 AUGMENT = 'draws.append(draw((steps, batch), torch_rng(seed, "augment", round_, client)))'
 EPOCH = "        training.loss_sum.zero_()  # before the checkpoint: the next epoch starts from zero\n        session.record(step + 1, line, evaluated=True, last=step + 1 == total)\n"
 FINISH = "self._save_tensors(MODEL_FILE, model)\n        self.write(SUMMARY_FILE, to_json(summary))"
-PASSED_OVER = 'falling back to the one before", which)\n            shutil.rmtree(_folder_of(self.path, step))'
+PASSED_OVER = 'falling back to the one before", which)\n            shutil.rmtree(checkpoint_folder(self.path, step))'
 
 TABLE = [
     # a resumed run: what is not restored
@@ -82,7 +83,7 @@ TABLE = [
     Mutant("resume loses momentum, centralised", CENTRAL, 'self.optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)', PASS, CENTRAL_SAME),
     Mutant("resume loses patience's counter", SESSION, 'float(own["seconds"]), int(own["stale"])', 'float(own["seconds"]), 0', SAID),
     Mutant("resume loses the seconds", SESSION, 'float(own["seconds"]), int(own["stale"])', '0.0, int(own["stale"])', SAID),
-    Mutant("resume loses the facts of head and mask", SESSION, 'own["facts"][name] for name in ("ridge", "mask")', '{**own["facts"], "ridge": None}[name] for name in ("ridge", "mask")', SAID),
+    Mutant("resume loses the facts of head and mask", SESSION, 'dict(own["facts"])', '{**own["facts"], "ridge": None}', SAID),
     Mutant("resume loses the best score", SESSION, 'own["best_score"], own["best_step"]', 'None, own["best_step"]', SAID),
     Mutant("resume loses the best step", SESSION, 'own["best_score"], own["best_step"]', 'own["best_score"], None', SAID),
     Mutant("resume loses the count of dropped", UPDATES, COUNTS, COUNTS + "; self.dropped = 0", COUNTING),
@@ -93,7 +94,7 @@ TABLE = [
     Mutant("resume loses the running training loss", CENTRAL, 'self.loss_sum.fill_(state["loss_sum"])', PASS, LOSS),
     Mutant("an epoch's loss is zeroed after its checkpoint", CENTRAL, EPOCH, "\n".join(EPOCH.split("\n")[1::-1]) + "\n", LOSS),
     Mutant("epsilon forgets the rounds before a resume", PRIVACY, "self.begin_round(training_cohort(self.config, round_) if self.on else [])", PASS, R + "epsilon_counts_the_rounds_before_a_resume"),
-    Mutant("the secret is drawn anew on a resume", STORE, "if not digests.written(self.path, SECRET_FILE):", "if True:", R + "the_secret_is_drawn_once_and_only_its_owner_reads_it"),
+    Mutant("the secret is drawn anew on a resume", FOLDER, "if not digests.written(self.path, SECRET_FILE):", "if True:", R + "the_secret_is_drawn_once_and_only_its_owner_reads_it"),
     # the best and the last
     Mutant("the last model meets the test set, federated", FED, 'facts, "server", "ledger", write=', 'facts, "ledger", write=', FED_BEST),
     Mutant("the last model meets the test set, centralised", CENTRAL, 'bench.description(space), "training")', "bench.description(space))", CENTRAL_BEST),
@@ -111,12 +112,12 @@ TABLE = [
     Mutant("steps are lost where rows are merged", UPDATES, "Received(update.client, update.samples, update.steps,", "Received(update.client, update.samples, 1,", R + "fednova_divides_each_update_by_its_steps_under_any_merge_rule"),
     Mutant("steps are lost between ranks", "engine/ranks.py", "Update(client, samples, steps, row,", "Update(client, samples, 1, row,", R + "an_update_that_other_ranks_send_has_its_own_numbers"),
     # draws
-    Mutant("dropout is the same in every step, centralised", CENTRAL, "dropout_mask(self.bench, len(labels), epoch, 0, within)", "dropout_mask(self.bench, len(labels), epoch, 0, 0)", DRAWS),
-    Mutant("dropout is the same in every epoch, centralised", CENTRAL, "dropout_mask(self.bench, len(labels), epoch, 0, within)", "dropout_mask(self.bench, len(labels), 0, 0, within)", DRAWS),
+    Mutant("dropout is the same in every step, centralised", CENTRAL, KEYED, KEYED.replace("within", "0"), DRAWS),
+    Mutant("dropout is the same in every epoch, centralised", CENTRAL, KEYED, KEYED.replace("epoch", "0"), DRAWS),
     Mutant("augmentation is the same in every step, centralised", CENTRAL, "select(self._draws, within)", "select(self._draws, 0)", DRAWS),
     Mutant("augmentation is the same in every epoch, centralised", CENTRAL, '"augment", epoch, 0)', '"augment", 0, 0)', DRAWS),
     Mutant("batches are the same in every epoch, centralised", CENTRAL, '"batches", epoch, 0)', '"batches", 0, 0)', DRAWS),
-    Mutant("dropout is the same in every step, federated", WORK, "torch.rand(steps, batch, features, generator=rng)", "torch.rand(1, batch, features, generator=rng).expand(steps, -1, -1)", PLANS),
+    Mutant("dropout is the same in every step, federated", WORK, DROPOUT, DROPOUT[:-1].replace("(steps,", "(1,") + ".expand(steps, -1, -1))", PLANS),
     Mutant("dropout is the same in every round, federated", WORK, DROPOUT, DROPOUT.replace("round_", "0"), PLANS),
     Mutant("dropout is the same for every client", WORK, DROPOUT, DROPOUT.replace("client", "0"), PLANS),
     Mutant("augmentation is the same in every step, federated", WORK, AUGMENT, AUGMENT[:-1].replace("draws.append(", "draws.append({n: x[:1].expand_as(x) for n, x in ") + ".items()})", PLANS),
@@ -129,14 +130,14 @@ TABLE = [
     Mutant("the noise tells how many answered", FED, "privacy.release(d, arrived.count, len(present), t)", "privacy.release(d, arrived.count, max(1, arrived.count), t)", R + "noise_is_not_less_hidden_where_some_updates_are_refused"),
     Mutant("under noise updates weigh by samples", PRIVACY, "return 1.0 if self.on else float(samples)", "return float(samples)", R + "under_noise_all_updates_weigh_alike"),
     # files
-    Mutant("the summary is written before the model", STORE, FINISH, "\n        ".join(FINISH.split("\n        ")[::-1]), R + "a_run_that_is_killed_before_its_summary_is_not_finished_and_ends_with_the_same_model"),
-    Mutant("a damaged checkpoint stays", STORE, PASSED_OVER, PASSED_OVER.split("\n")[0], R + "a_damaged_checkpoint_that_is_passed_over_is_removed"),
+    Mutant("the summary is written before the model", FOLDER, FINISH, "\n        ".join(FINISH.split("\n        ")[::-1]), R + "a_run_that_is_killed_before_its_summary_is_not_finished_and_ends_with_the_same_model"),
+    Mutant("a damaged checkpoint stays", FOLDER, PASSED_OVER, PASSED_OVER.split("\n")[0], R + "a_damaged_checkpoint_that_is_passed_over_is_removed"),
     Mutant("a half-written checkpoint stays", FILES, "shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)", PASS, R + "a_checkpoint_that_a_kill_left_half_written_is_removed_when_the_run_goes_on"),
     Mutant("small files are not flushed", FILES, "fsync(part)", PASS, FLUSHED),
-    Mutant("metrics are not flushed", STORE, "os.fsync(file.fileno())", PASS, FLUSHED),
-    Mutant("a checkpoint is not flushed", STORE, "                    fsync(file)", "                    pass", FLUSHED),
-    Mutant("a checkpoint's state is not flushed", STORE, "                    fsync(file)", '                    file.suffix == ".json" or fsync(file)', FLUSHED),
-    Mutant("the folder of checkpoints is not flushed", STORE, "fsync(self.checkpoints)", PASS, FLUSHED),
+    Mutant("metrics are not flushed", FOLDER, "os.fsync(file.fileno())", PASS, FLUSHED),
+    Mutant("a checkpoint is not flushed", FOLDER, "                    fsync(file)", "                    pass", FLUSHED),
+    Mutant("a checkpoint's state is not flushed", FOLDER, "                    fsync(file)", '                    file.suffix == ".json" or fsync(file)', FLUSHED),
+    Mutant("the folder of checkpoints is not flushed", FOLDER, "fsync(self.checkpoints)", PASS, FLUSHED),
     # smaller things
     Mutant("the clipped mean bounds by the mean of the norms", "lens/merging.py", "norms.median()", "norms.mean()", R + "the_clipped_mean_bounds_by_the_median_of_the_norms"),
     Mutant("a coordinate at a border counts to the tensor before", "lens/space.py", "torch.searchsorted(self.active, ends)", "torch.searchsorted(self.active, ends, right=True)", R + "a_coordinate_at_a_tensor_s_border_counts_to_its_own_tensor"),

@@ -12,7 +12,7 @@ from fedlens.cli import main
 from fedlens.engine.sampling import batch_indices
 from fedlens.errors import UserError
 from fedlens.models import create_model
-from fedlens.optim.schedules import schedule_factor
+from fedlens.optim.schedules import learning_rate
 from fedlens.overrides import compose
 from fedlens.seeding import torch_rng
 from fedlens.training.bench import set_up
@@ -43,7 +43,7 @@ def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> Non
         loss = F.cross_entropy(model(images), bench.dataset.train.labels[index])
         optimizer.zero_grad()
         loss.backward()
-        optimizer.param_groups[0]["lr"] = bench.config.optim.lr * schedule_factor("cosine", step / 10)
+        optimizer.param_groups[0]["lr"] = learning_rate(bench.config.optim, step / 10)
         optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(run.state[name], tensor, atol=1e-6), name

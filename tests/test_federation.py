@@ -53,7 +53,7 @@ from fedlens.engine.local_work import Update
 from fedlens.errors import UserError
 from fedlens.lens.mask import pack_bits, unpack_bits
 from fedlens.overrides import compose, to_config, to_yaml
-from fedlens.runs import store
+from fedlens.runs import folder as folders
 from fedlens.runs.identity import identity
 from fedlens.training.bench import set_up
 from fedlens.training.privacy import gaussian
@@ -581,13 +581,13 @@ def test_a_site_that_was_silent_at_the_start_does_not_delay_the_first_round(tmp_
 
 def test_with_a_checkpoint_per_round_it_is_written_before_the_next_model_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated round could receive different updates; under the same noise the difference would reveal them."""
-    writing = store.save_file
+    writing = folders.save_file
 
     def slow(tensors: Any, path: Path) -> None:
         time.sleep(2 if path.name == "tensors.safetensors" else 0)
         writing(tensors, path)
 
-    monkeypatch.setattr(store, "save_file", slow)
+    monkeypatch.setattr(folders, "save_file", slow)
     wire, seen = Wire(), []
 
     def looks(operation: str, site: int, reply: Payload) -> Payload | str | None:

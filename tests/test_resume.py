@@ -33,7 +33,8 @@ from fedlens.errors import UserError
 from fedlens.lens.merging import RULES
 from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import effective_steps
-from fedlens.runs.store import RunFolder, write_json
+from fedlens.runs.folder import RunFolder
+from fedlens.runs.store import write_json
 from fedlens.study.plan import read_plan
 from fedlens.study.results import NEAR, CellResult, RunResult, TableResult
 from fedlens.study.runner import Study

@@ -22,9 +22,11 @@ import fedlens as fl
 from fedlens.cli import main
 from fedlens.errors import UserError
 from fedlens.overrides import compose
+from fedlens.runs import folder as folders
 from fedlens.runs import store
 from fedlens.runs.environment import commit, commit_of
-from fedlens.runs.store import RunFolder, is_finished, read_metrics, read_model, read_summary
+from fedlens.runs.folder import RunFolder
+from fedlens.runs.store import is_finished, read_metrics, read_model, read_summary
 from fedlens.runs.trackers import TRACKERS
 from fedlens.training import centralized
 from fedlens.training import run as execute
@@ -178,14 +180,14 @@ def test_a_start_that_is_refused_leaves_the_run_that_another_began_meanwhile(tmp
 def test_a_run_that_another_made_and_left_before_the_lock_was_ours_is_not_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = store.take_lock
+    real = folders.take_lock
 
     def late(path: Path) -> Any:
         (path / "config.yaml").write_text("of: another\n")
         return real(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "take_lock", late)
+        patched.setattr(folders, "take_lock", late)
         with pytest.raises(UserError, match="already holds a run"):
             execute.execute(compose([*FAST, f"run.dir={tmp_path / 'r'}"]))
     assert (tmp_path / "r" / "config.yaml").read_text() == "of: another\n"
@@ -200,7 +202,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(tmp_path: Path
     with folder(tmp_path / "r") as run:
         run.save_checkpoint(1, {"a": torch.zeros(1)}, {})
         run.wait_for_checkpoint()
-        monkeypatch.setattr(store, "save_file", full)
+        monkeypatch.setattr(folders, "save_file", full)
         run.save_checkpoint(2, {"a": torch.zeros(1)}, {})
         with pytest.raises(UserError, match="no space left on device; earlier checkpoints are intact"):
             run.save_checkpoint(3, {"a": torch.zeros(1)}, {})  # the next one says it
@@ -218,7 +220,7 @@ def test_a_full_disk_at_the_last_checkpoint_is_told_at_the_end_unless_something_
             run.save_checkpoint(1, {"a": torch.zeros(1)}, {})
             then()
 
-    monkeypatch.setattr(store, "save_file", full)
+    monkeypatch.setattr(folders, "save_file", full)
     with pytest.raises(UserError, match="no space left"):
         train(tmp_path / "r", lambda: None)
     with pytest.raises(ZeroDivisionError):
@@ -235,7 +237,7 @@ def torn_by_a_full_disk(_: object, file: Path) -> None:
 def test_a_full_disk_under_the_first_or_the_last_weights_is_one_line_and_leaves_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "save_file", torn_by_a_full_disk)
+    monkeypatch.setattr(folders, "save_file", torn_by_a_full_disk)
     with folder(tmp_path / "r") as run:
         for write in (lambda: run.keep_start({"a": torch.zeros(1)}, None), lambda: run.finish({}, {"a": torch.zeros(1)})):
             with pytest.raises(UserError, match=r"No space left on device .*; earlier checkpoints are intact"):
@@ -246,20 +248,20 @@ def test_a_full_disk_under_the_first_or_the_last_weights_is_one_line_and_leaves_
 def test_a_run_that_a_full_disk_ends_before_it_trained_leaves_no_folder(
     fast_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "save_file", torn_by_a_full_disk)
+    monkeypatch.setattr(folders, "save_file", torn_by_a_full_disk)
     with pytest.raises(UserError, match=r"start\.safetensors cannot be written"):
         fast_run("r", "head=linear", "train.epochs=1")
     assert not (tmp_path / "r").exists()
 
 
 def test_training_goes_on_while_a_checkpoint_of_where_it_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, writing = threading.Event(), store.save_file
+    release, writing = threading.Event(), folders.save_file
 
     def slow(*given: Any) -> None:
         assert release.wait(60)
         writing(*given)
 
-    monkeypatch.setattr(store, "save_file", slow)
+    monkeypatch.setattr(folders, "save_file", slow)
     with folder(tmp_path / "r") as run:
         weights, state = torch.zeros(3), {"counts": {"dropped": 0}}
         run.save_checkpoint(1, {"w": weights}, state)
@@ -273,9 +275,9 @@ def test_training_goes_on_while_a_checkpoint_of_where_it_was_is_written(tmp_path
 
 def test_a_large_checkpoint_is_not_held_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    writing = store.save_file
-    monkeypatch.setattr(store, "COPIED", 1000)
-    monkeypatch.setattr(store, "save_file", lambda *given: (threads.append(threading.current_thread().name), writing(*given)))
+    writing = folders.save_file
+    monkeypatch.setattr(folders, "COPIED", 1000)
+    monkeypatch.setattr(folders, "save_file", lambda *given: (threads.append(threading.current_thread().name), writing(*given)))
     with folder(tmp_path / "r") as run:
         run.save_checkpoint(1, {"w": torch.zeros(250)}, {})
         run.save_checkpoint(2, {"w": torch.zeros(251)}, {})

@@ -21,7 +21,8 @@ from fedlens.errors import OneLine, UserError
 from fedlens.files import below, sha256_of_file
 from fedlens.runs import cache
 from fedlens.runs.digests import damaged
-from fedlens.runs.store import RunFolder, problems
+from fedlens.runs.folder import RunFolder
+from fedlens.runs.store import problems
 from fedlens.study import runner
 from fedlens.study.plan import read_plan
 from fedlens.study.processes import ProcessWorker

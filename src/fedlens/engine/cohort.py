@@ -10,38 +10,31 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlens.engine.local_work import Offsets, Update, Work
-from fedlens.lens.space import ParamSpace
+from fedlens.engine.local_work import Engine, Offsets, Update, Work
 from fedlens.optim.sgd import LocalRule, sgd_step
-from fedlens.precision import Precision
-from fedlens.tasks import Samples, Task, select
+from fedlens.tasks import select
 
 log = logging.getLogger("fedlens")
 CPU_NUMBERS = 2**26  # entries of one [clients, P] matrix on a CPU: 256 MB, of which a step holds a handful
 
 
 @dataclass
-class Cohort:
+class Cohort(Engine):
     """The engine for models that accept a client axis.
 
     With `compile`, each transformer block, the batch transform and the update are compiled separately. Equal blocks share their
     code, so only two are compiled, in seconds instead of minutes. Between blocks there is little left to fuse.
     """
 
-    model: nn.Module
-    space: ParamSpace
-    task: Task
-    samples: Samples
-    precision: Precision
-    compile: bool = False
+    name: ClassVar[str] = "cohort"
     chunk: int | None = None  # clients at once; None: all, halved whenever memory runs out
     width: int = 1  # largest cohort: compiled code has one width, so smaller cohorts are filled up to it
-    name: str = "cohort"
     _network: nn.Module = field(init=False)
     _step: Callable[..., tuple[Tensor, Tensor]] = field(init=False)
 

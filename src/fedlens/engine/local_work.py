@@ -3,19 +3,22 @@
 All randomness is keyed by (seed, purpose, round, client), so a plan is the same for every engine, order of clients and resumed run.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlens.data.partition import Index
-from fedlens.engine.sampling import batch_indices, local_steps
+from fedlens.engine.sampling import batch_indices, dropout_mask, local_steps
+from fedlens.lens.space import ParamSpace
 from fedlens.optim.sgd import LocalRule
+from fedlens.precision import Precision
 from fedlens.seeding import torch_rng
-from fedlens.tasks import Draws, select
+from fedlens.tasks import Draws, Samples, Task, select
 
 Offsets: TypeAlias = Callable[[int], Tensor]  # control variates: client -> vector [P] that it adds to each gradient
 
@@ -62,11 +65,19 @@ class Update:
         return replace(self, delta=self.delta.clone())
 
 
-class Engine(Protocol):
+@dataclass
+class Engine(ABC):
     """A way to run local training: updates come back in the order of the clients."""
 
-    name: str
+    name: ClassVar[str]
+    model: nn.Module
+    space: ParamSpace
+    task: Task
+    samples: Samples
+    precision: Precision
+    compile: bool = False
 
+    @abstractmethod
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
         """Train every client of the plan from θ [P]. The model's own parameters are overwritten."""
 
@@ -91,8 +102,7 @@ def plan_round(
         index.append(shard[batch_indices(len(shard), steps, batch, torch_rng(seed, "batches", round_, client))])
         draws.append(draw((steps, batch), torch_rng(seed, "augment", round_, client)))
         if dropout:
-            rng = torch_rng(seed, "dropout", round_, client)
-            keep.append((torch.rand(steps, batch, features, generator=rng) >= dropout).float() / (1 - dropout))
+            keep.append(dropout_mask((steps, batch, features), dropout, torch_rng(seed, "dropout", round_, client)))
         counts.append(local_steps(seed, round_, client, steps, straggler_rate))
         samples.append(len(shard))
     return Work(

@@ -41,3 +41,8 @@ def batch_indices(samples: int, steps: int, batch: int, rng: torch.Generator) ->
     """Return positions [steps, batch]: one shuffled pass over the samples, repeated when it ends."""
     order = torch.randperm(samples, generator=rng)
     return order[torch.arange(steps * batch) % samples].view(steps, batch)
+
+
+def dropout_mask(shape: tuple[int, ...], rate: float, rng: torch.Generator) -> Tensor:
+    """Return a dropout mask, divided by the keep rate."""
+    return (torch.rand(shape, generator=rng) >= rate).float() / (1 - rate)

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Semaphore
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from fedlens.engine.local_work import Offsets, Update, Work
-from fedlens.engine.sequential import OPTIONS, Sequential, Tensors, local_step, make_optimizer
-from fedlens.optim.sgd import LocalRule
+from fedlens.engine.sequential import Sequential, Tensors, local_step
+from fedlens.optim.sgd import OPTIONS, LocalRule, make_optimizer
 
 EARLY = 1 << 24  # bytes of parameters from which a step in the backward pass is faster
 
@@ -28,16 +29,14 @@ EARLY = 1 << 24  # bytes of parameters from which a step in the backward pass is
 class Threaded(Sequential):
     """Clients side by side in threads; with `compile` one after another."""
 
-    name: str = "threaded"
+    name: ClassVar[str] = "threaded"
     _workers: list["Worker"] = field(default_factory=list)
     _pool: ThreadPoolExecutor | None = None
 
     def updates(self, theta: Tensor, work: Work, rule: LocalRule, offsets: Offsets | None = None) -> Iterator[Update]:
         threads = torch.get_num_threads()
         count = 1 if self.compile else min(threads, len(work))
-        start, mask = self.space.expand(theta), self.space.mask()
-        masks = None if mask is None else [part.bool() for part in self.space.views(mask).values()]
-        python = Semaphore(max(1, count // 2))
+        start, masks, python = self.space.expand(theta), self.masks(), Semaphore(max(1, count // 2))
         workers = [self._worker(i, start, masks, python) for i in range(count)]
 
         def train(k: int) -> Update:
@@ -111,7 +110,7 @@ class Worker:
     def train(self, start: Tensor, work: Work, k: int, rule: LocalRule, offsets: Offsets | None) -> Update:
         """Run the local steps of client number k of the cohort, from whole tensors [dense]."""
         space, client, steps = self.engine.space, work.clients[k], int(work.steps[k])
-        offset = None if offsets is None else list(space.views(space.expand(offsets(client), torch.zeros_like(start))).values())
+        offset = None if offsets is None else self.engine.whole(offsets(client))
         self.local.copy_(start)
         losses = torch.zeros((), dtype=torch.float64)
         # Clipping and loss scaling need all gradients first, and masks have their own optimizer.
@@ -129,7 +128,7 @@ class Worker:
     @contextmanager
     def _late_steps(self, rule: LocalRule, anchor: Tensors, offset: Tensors | None) -> Iterator[Callable[[Tensor], None]]:
         """Step after the backward pass, as the sequential engine does."""
-        optimizer = make_optimizer(self.trained, rule, self.masks)
+        optimizer = make_optimizer(self.trained, rule, self.masks, fused=True)
         yield lambda loss: local_step(loss, self.trained, optimizer, rule, self.engine.precision, anchor, offset)
 
     @contextmanager

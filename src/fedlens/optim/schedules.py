@@ -7,6 +7,7 @@ A schedule takes progress and those of the keywords final, decay and milestones 
 import math
 from collections.abc import Callable, Sequence
 
+from fedlens.config import OptimConfig
 from fedlens.registry import Registry, accepted
 
 
@@ -40,19 +41,10 @@ SCHEDULES: Registry[Callable[..., float]] = Registry(
 )
 
 
-def schedule_factor(
-    name: str,
-    progress: float,
-    *,
-    tick: float = 0.0,
-    warmup: float = 0.0,
-    final: float = 0.0,
-    decay: float = 0.1,
-    milestones: Sequence[float] = (0.5, 0.75),
-) -> float:
-    """Return the factor at this progress: linear during `warmup`, then the schedule. `tick`, the progress per step, keeps step 0 above 0."""
-    schedule = SCHEDULES.choose(name, "optim.schedule")
-    if progress < warmup:
-        return min(1.0, (progress + tick) / warmup)
-    rest = (progress - warmup) / (1 - warmup) if warmup < 1 else 1.0
-    return schedule(rest, **accepted(schedule, {"final": final, "decay": decay, "milestones": milestones}))
+def learning_rate(o: OptimConfig, progress: float, tick: float = 0.0) -> float:
+    """Return the rate at this progress: linear during `warmup`, then by the schedule. `tick`, the progress per step, keeps step 0 above 0."""
+    schedule = SCHEDULES.choose(o.schedule, "optim.schedule")
+    if progress < o.warmup:
+        return o.lr * min(1.0, (progress + tick) / o.warmup)
+    rest = (progress - o.warmup) / (1 - o.warmup) if o.warmup < 1 else 1.0
+    return o.lr * schedule(rest, **accepted(schedule, {"final": o.final, "decay": o.decay, "milestones": tuple(o.milestones)}))

@@ -1,11 +1,16 @@
-"""SGD with momentum on flat vectors: torch.optim.SGD's arithmetic for one model [P] or a whole cohort [clients, P]."""
+"""SGD with momentum: torch's optimizers for one model, and the same arithmetic on flat vectors for one [P] or a whole cohort [clients, P]."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
 
+from fedlens.config import OptimConfig
 from fedlens.lens.norms import row_norms
+from fedlens.optim.sparse_sgdm import Masks, SparseSGDM
+
+OPTIONS = ("lr", "momentum", "dampening", "nesterov", "weight_decay")  # of a rule or the section optim, named as in torch's SGD
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,20 @@ class LocalRule:
     clip_norm: float | None = None
     prox: float = 0.0
     label_smoothing: float = 0.0
+
+
+def make_optimizer(params: ParamsT, rule: LocalRule | OptimConfig, masks: Masks, *, fused: bool | None = None) -> Optimizer:
+    """Return torch's SGD, or under masks SparseSGDM, which leaves the rest bit for bit."""
+    options = {name: getattr(rule, name) for name in OPTIONS}
+    return torch.optim.SGD(params, **options, fused=fused) if masks is None else SparseSGDM(params, **options, masks=masks)
+
+
+def clip_gradients(optimizer: Optimizer, norm: float) -> None:
+    """Scale gradients down to this norm over the coordinates that may move."""
+    if isinstance(optimizer, SparseSGDM):
+        optimizer.clip_grad_norm_(norm)
+    else:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
 
 
 def sgd_step(

@@ -64,16 +64,17 @@ def written(folder: Path, pattern: str) -> list[str]:
 
 def damaged(folder: Path, *names: str) -> dict[str, str]:
     """Return name -> how it differs from what was written, of all listed files or of these."""
-    listed, found = read(folder) or {}, dict[str, str]()
-    for name in (name for name in names or listed if name in listed):
+    listed = read(folder) or {}
+    differences: dict[str, str] = {}
+    for name in filter(listed.__contains__, names or listed):
         try:
             if sha256_of_file(below(folder, name, FILE, depth=name.count("/") + 1)) != listed[name]:
-                found[name] = "its content differs from its digest"
+                differences[name] = "its content differs from its digest"
         except FileNotFoundError:
-            found[name] = "it is missing"
+            differences[name] = "it is missing"
         except OSError as error:
-            found[name] = first_line(error)
-    return found
+            differences[name] = first_line(error)
+    return differences
 
 
 def verify(folder: Path, *names: str) -> None:

@@ -5,24 +5,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 log = logging.getLogger("fedlens")
 
 
-class Bar(Protocol):
+class Bar:
+    """Progress that is not shown."""
+
     def advance(self, steps: int = 1, note: str | None = None) -> None: ...
 
 
-class _Silent:
-    def advance(self, steps: int = 1, note: str | None = None) -> None:
-        return
-
-
-class _Lines:
+class _Lines(Bar):
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.here = title, total, done, 0
         self.started = time.monotonic()
@@ -34,29 +31,22 @@ class _Lines:
         log.info("%s: %d of %d%s%s", self.title, self.done, self.total, soon, f": {note}" if note else "")
 
 
-class _Rich:
-    def __init__(self, progress: Progress, task: object) -> None:
+class _Rich(Bar):
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task = progress, task
 
     def advance(self, steps: int = 1, note: str | None = None) -> None:
-        if note is None:
-            self.progress.update(self.task, advance=steps)  # type: ignore[arg-type]
-        else:
-            self.progress.update(self.task, advance=steps, note=note)  # type: ignore[arg-type]
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        self.progress.update(self.task, advance=steps, **fields)
 
 
 @contextmanager
 def progress_bar(title: str, total: int, done: int = 0, show: bool = True, lines: bool = False) -> Iterator[Bar]:
     """Show progress; `lines`: print one line per step where there is no terminal."""
     if not show or not sys.stderr.isatty():
-        yield _Lines(title, total, done) if show and lines else _Silent()
+        yield _Lines(title, total, done) if show and lines else Bar()
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
+    title_column, note_column = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _Rich(progress, progress.add_task(title, total=total, completed=done, note=""))

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from fedlens.config import Config
 from fedlens.errors import UserError, first_line
 from fedlens.lens.mask import Mask
+from fedlens.runs.folder import RunFolder
 from fedlens.runs.progress import Bar, progress_bar
-from fedlens.runs.store import Checkpoint, RunFolder, read_mask
+from fedlens.runs.store import Checkpoint, read_mask
 from fedlens.runs.trackers import Trackers
 
 log = logging.getLogger("fedlens")
@@ -32,16 +32,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass
-class Start:
-    """The decisions before the first step: the mask (None: dense) and what the summary reports about head and mask."""
-
-    mask: Mask | None = None
-    facts: dict[str, Any] = field(default_factory=lambda: {"ridge": None, "mask": None})
-
-
 class Session:
-    """One run in one process: a context manager around a training loop.
+    """One run in one process, around a training loop.
 
     `folder` is None on all but the first of several processes, which hold the same state: `broadcast` gives every process the first one's
     value. `unit` is what metrics are recorded per: a round or an epoch.
@@ -55,55 +47,35 @@ class Session:
         *,
         unit: str,
         broadcast: Callable[[Any], Any] = lambda value: value,
-        first: bool = True,
     ) -> None:
-        self.config, self.folder, self.trackers, self.unit = config, folder, trackers, unit
-        self.broadcast, self.first = broadcast, first
+        self.config, self.folder, self.trackers, self.unit, self.broadcast = config, folder, trackers, unit, broadcast
+        fed, per_round = config.federated, unit == "round"
+        self.units = fed.rounds if per_round else config.train.epochs  # of the whole run
+        self.test_every = fed.test_every if per_round else config.train.test_every  # units between points of the test curves; 0: none
+        self.target = fed.target_accuracy if per_round else None
         self.started = self.last_save = self.round_started = time.monotonic()
         self.saved: Checkpoint | None = broadcast(folder.latest_checkpoint() if folder else None)
+        self.fresh = self.saved is None  # the run starts now; False: it resumes
+        self.last_step = self.step = self.saved.step if self.saved else 0  # the step that has been reached, and the first of this process
         self.seconds_before, self.stale = 0.0, 0  # `stale`: evaluations since the best
         self.best_score: float | None = None
         self.best_step: int | None = None
-        self.start_facts: dict[str, Any] = {}  # what the summary reports about head and mask
+        self.start_facts: dict[str, Any] = {}  # what the summary reports about head, mask and θ₀'s scores
         if self.saved:
             with self._fitting(self.step):
                 own = self.saved.state["session"]
                 self.seconds_before, self.stale = float(own["seconds"]), int(own["stale"])
                 self.best_score, self.best_step = own["best_score"], own["best_step"]
-                self.start_facts = {name: own["facts"][name] for name in ("ridge", "mask")}
-                self.start_facts |= {name: value for name, value in own["facts"].items() if name == "start"}  # θ₀'s scores, if measured
+                self.start_facts = dict(own["facts"])
         self._parts: dict[str, Stateful] = {}
         self._stack = ExitStack()
         self._bar: Bar | None = None
-        self.last_step = self.step  # the step that has been reached
 
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the progress bar."""
         self._stack.close()
 
     # --- start and resume ----------------------------------------------------------------------------------------
-
-    @property
-    def fresh(self) -> bool:
-        """True if the run starts now, False if it resumes."""
-        return self.saved is None
-
-    @property
-    def step(self) -> int:
-        """The step that this process starts from."""
-        return self.saved.step if self.saved else 0
-
-    @property
-    def units(self) -> int:
-        """The rounds or epochs of the whole run."""
-        return self.config.federated.rounds if self.unit == "round" else self.config.train.epochs
-
-    @property
-    def test_every(self) -> int:
-        """Rounds or epochs between points of the test curves; 0: none."""
-        return self.config.federated.test_every if self.unit == "round" else self.config.train.test_every
 
     @property
     def seconds(self) -> float:
@@ -115,15 +87,18 @@ class Session:
         key: int = self.broadcast(self.folder.secret() if self.folder else None)
         return key
 
-    def start(self, model: nn.Module, fit: Callable[[], Start]) -> Mask | None:
-        """Fit head and mask before the first step, or read them from the run folder; return the mask."""
+    def start(self, model: nn.Module, fit: Callable[[], tuple[Mask | None, dict[str, Any]]]) -> Mask | None:
+        """Fit head and mask before the first step, or read them from the run folder; return the mask (None: dense).
+
+        `fit` also returns what the summary reports about both.
+        """
+        mask: Mask | None
         if self.fresh:
-            start = fit()
-            self.start_facts = dict(start.facts)
+            mask, self.start_facts = fit()
             if self.folder:
-                self.folder.keep_start(model.state_dict(), start.mask)
-            return start.mask
-        mask: Mask | None = self.broadcast(read_mask(self.folder.path, sparse=bool(self.start_facts["mask"])) if self.folder else None)
+                self.folder.keep_start(model.state_dict(), mask)
+            return mask
+        mask = self.broadcast(read_mask(self.folder.path, sparse=bool(self.start_facts["mask"])) if self.folder else None)
         return mask
 
     def restore(self, **parts: Stateful) -> None:
@@ -133,7 +108,7 @@ class Session:
         if self.saved is not None:
             self._load(self.saved, parts)
             log.info("resuming at %s %d", "round" if self.unit == "round" else "step", self.step)
-            self.saved = Checkpoint(self.saved.step, {}, {})  # its tensors have been copied
+            self.saved = None  # its tensors have been copied
         if self.folder:
             self.folder.rewind_metrics(-1 if self.fresh else self.step, record)
 
@@ -179,7 +154,7 @@ class Session:
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the steps or rounds that are left, until patience runs out or the target accuracy is reached."""
-        self.last_save, show = time.monotonic(), self.config.run.progress and self.first
+        self.last_save, show = time.monotonic(), self.config.run.progress and self.folder is not None
         self._bar = self._stack.enter_context(progress_bar(self.config.experiment, total, self.step, show))
         for step in range(self.step, total):
             if self._enough():
@@ -188,13 +163,13 @@ class Session:
             yield step
             self.last_step = step + 1
             self._bar.advance()
-        self._stack.close()
+        self.close()
 
     def _enough(self) -> bool:
         """Depends only on state in the checkpoint, so that a resumed run stops at the same step."""
-        patience, target = self.config.train.patience, self.config.federated.target_accuracy if self.unit == "round" else None
+        patience = self.config.train.patience
         out_of_patience = patience is not None and self.stale >= patience
-        return out_of_patience or (target is not None and self.best_score is not None and self.best_score >= target)
+        return out_of_patience or (self.target is not None and self.best_score is not None and self.best_score >= self.target)
 
     def record(self, step: int, line: dict[str, Any], *, evaluated: bool = False, last: bool = False) -> None:
         """Write a line of metrics; after an evaluation, compare with the best and write a checkpoint."""
@@ -210,9 +185,8 @@ class Session:
             return
         self.checkpoint(step, score)
         shown = "" if score is None else f", validation accuracy {100 * score:.2f} %"
-        if self.first:
-            loss, total = line.get("train_loss", float("nan")), self.units
-            log.info("%s %d/%d: loss %.4f%s", self.unit, line[self.unit], total, loss, shown)
+        if self.folder:
+            log.info("%s %d/%d: loss %.4f%s", self.unit, line[self.unit], self.units, line.get("train_loss", float("nan")), shown)
         if self._bar:
             self._bar.advance(0, shown.removeprefix(", "))
 
@@ -270,23 +244,16 @@ class Session:
             return None
         best = self.folder.read_checkpoint(self.best_step) if self.best_step is not None else None
         if best is None:
-            raise UserError(
-                f"run.dir: the best checkpoint ({self.best_step}) is damaged. fedlens resume {self.folder.path} repeats training from the last intact one."
-            )
+            fix = f"fedlens resume {self.folder.path} repeats training from the last intact one"
+            raise UserError(f"run.dir: the best checkpoint ({self.best_step}) is damaged. {fix}.")
         self._load(best, {name: self._parts[name] for name in chosen})
         tested = test()
         write(self.folder)
         summary = {**tested, "val_accuracy": self.best_score, "seconds": self.seconds, **summary, **self.start_facts}
         self.folder.finish(summary, model.state_dict())
         self.trackers.finish(summary)
-        log.info(
-            "%s (best %s %s, %.0f s)%s",
-            describe_test(tested),
-            self.unit,
-            summary.get(f"best_{self.unit}"),
-            summary["seconds"],
-            describe_loss(summary),
-        )
+        best_unit = f"best {self.unit} {summary.get(f'best_{self.unit}')}"
+        log.info("%s (%s, %.0f s)%s", describe_test(tested), best_unit, summary["seconds"], describe_loss(summary))
         return summary
 
 

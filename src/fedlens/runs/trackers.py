@@ -112,14 +112,13 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """All trackers of a run, and its watchers.
+    """All trackers of a run, and its watcher.
 
-    A tracker that cannot be reached at the start is an error; later it is dropped with a warning. An exception of a watcher ends the run.
+    A tracker that cannot be reached at the start is an error; later it is dropped with a warning. An exception of the watcher ends the run.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        self.watchers: list[Tracker] = []
-        self.all: dict[str, Tracker] = {}
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], watcher: Tracker | None = None) -> None:
+        self.watcher, self.all = watcher, dict[str, Tracker]()
         for name in names:
             try:
                 self.all[name] = TRACKERS[name](folder, config)
@@ -136,8 +135,8 @@ class Trackers:
         self._notify(lambda tracker: tracker.finish(summary))
 
     def _notify(self, call: Callable[[Tracker], None]) -> None:
-        for watcher in self.watchers:
-            call(watcher)
+        if self.watcher:
+            call(self.watcher)
         for name, tracker in list(self.all.items()):
             try:
                 call(tracker)

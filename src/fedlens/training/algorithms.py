@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlens.config import Config
 from fedlens.engine.local_work import Offsets, Update
 from fedlens.errors import UserError
-from fedlens.optim.sgd import LocalRule, effective_steps
+from fedlens.optim.sgd import OPTIONS, LocalRule, effective_steps
 from fedlens.registry import Registry, check_options
 
 
@@ -37,15 +37,8 @@ class FedAvg:
     def local_rule(self, lr: float) -> LocalRule:
         """Return what a client does at each of its steps."""
         o = self.config.optim
-        return LocalRule(
-            lr=lr,
-            momentum=o.momentum,
-            dampening=o.dampening,
-            nesterov=o.nesterov,
-            weight_decay=o.weight_decay,
-            clip_norm=o.clip_norm,
-            label_smoothing=self.config.train.label_smoothing,
-        )
+        options = {name: getattr(o, name) for name in OPTIONS} | {"lr": lr}
+        return LocalRule(**options, clip_norm=o.clip_norm, label_smoothing=self.config.train.label_smoothing)
 
     def distance(self, steps: int) -> float:
         """Return how far so many local steps of a constant unit gradient go, in units of the learning rate."""
@@ -171,8 +164,7 @@ def check_algorithm(name: str, options: dict[str, Any]) -> None:
 
 ALGORITHMS: Registry[type[FedAvg]] = Registry("algorithm")
 ALGORITHMS.check = check_algorithm
-for _name, _algorithm in {"fedavg": FedAvg, "fedprox": FedProx, "scaffold": Scaffold, "fednova": FedNova}.items():
-    ALGORITHMS[_name] = _algorithm
+ALGORITHMS.update(fedavg=FedAvg, fedprox=FedProx, scaffold=Scaffold, fednova=FedNova)
 
 
 def make_algorithm(config: Config) -> FedAvg:

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fedlens.config import Config, OptimConfig
+from fedlens.config import Config
 from fedlens.data.dataset import Dataset, load_dataset
 from fedlens.errors import bad_value
 from fedlens.lens.space import ParamSpace
 from fedlens.models import create_model
-from fedlens.models.heads import RidgeChoice, choose_ridge, ridge_statistics
-from fedlens.optim.schedules import schedule_factor
+from fedlens.models.heads import RidgeChoice
 from fedlens.precision import Precision
 from fedlens.runs.cache import Codec, cached, digest, split_digest
 from fedlens.tasks import Samples, Task
@@ -70,7 +69,7 @@ class Bench:
         self, split: Samples, model: Forward | None = None, samples: Tensor | None = None, metrics: Sequence[str] | None = None
     ) -> dict[str, float]:
         """Return accuracy, loss and further metrics (by default those of train.metrics) over a split, without augmentation."""
-        forward, metrics = self.model if model is None else model, self.metrics if metrics is None else metrics
+        forward, metrics = self.model if model is None else model, self.config.train.metrics if metrics is None else metrics
         where = torch.arange(len(split)) if samples is None else samples
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -95,11 +94,6 @@ class Bench:
         measured = {f"val_{name}": value for name, value in self.measure(self.val).items()} if val and len(self.val) else {}
         return measured | (self.test() if test else {})
 
-    @property
-    def metrics(self) -> list[str]:
-        """The further metrics of validation and test."""
-        return self.config.train.metrics
-
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
         """Put the model in eval mode, without gradients."""
@@ -117,7 +111,7 @@ class Bench:
     def test(self) -> dict[str, float | None]:
         """Return the metrics of the test set, which a run reads only here; None for each if train.test is false."""
         if not self.config.train.test:
-            return {f"test_{name}": None for name in ("accuracy", "loss", *self.metrics)}
+            return {f"test_{name}": None for name in ("accuracy", "loss", *self.config.train.metrics)}
         measured = self.measure(self.task.samples(self.dataset.test))
         return {f"test_{name}": value for name, value in measured.items()}
 
@@ -156,13 +150,6 @@ class Bench:
                     outputs.append(forward(self.task.batch(split, part)[0]).float())
         return torch.cat(outputs).clone()
 
-    def fit_ridge_head(self) -> RidgeChoice:
-        """Set the closed-form head on the pretrained features (step 0); validation chooses lambda and temperature."""
-        A, b = ridge_statistics(self.features(self.train), self.train.labels, self.dataset.num_classes)
-        choice = choose_ridge(A, b, self.features(self.val), self.val.labels)
-        self.set_head(choice)
-        return choice
-
     def set_head(self, choice: RidgeChoice) -> None:
         """Write a ridge head into the model."""
         head: nn.Linear = self.model.head  # type: ignore[assignment]
@@ -171,12 +158,6 @@ class Bench:
             head.bias.copy_(choice.bias)
         values = (choice.lam, choice.temperature, 100 * choice.val_accuracy)
         log.info("ridge head: lambda %g, temperature %.3g, validation accuracy %.2f %%", *values)
-
-
-def learning_rate(o: OptimConfig, progress: float, tick: float) -> float:
-    """Return the rate at this progress through the run; `tick` is the progress of one step or round."""
-    factor = schedule_factor(o.schedule, progress, tick=tick, warmup=o.warmup, final=o.final, decay=o.decay, milestones=tuple(o.milestones))
-    return o.lr * factor
 
 
 def _check_memory(config: Config, channels: int, device: torch.device) -> None:

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedlens.config import Config
 from fedlens.engine.cohort import compiled_forward
-from fedlens.engine.sampling import batch_indices
+from fedlens.engine.sampling import batch_indices, dropout_mask
 from fedlens.errors import UserError
-from fedlens.lens.mask import Mask
-from fedlens.optim.sparse_sgdm import SparseSGDM
+from fedlens.optim.schedules import learning_rate
+from fedlens.optim.sgd import clip_gradients, make_optimizer
 from fedlens.runs.session import Session, Summary
 from fedlens.seeding import torch_rng
 from fedlens.tasks import select
-from fedlens.training.bench import Bench, learning_rate
+from fedlens.training.bench import Bench
 from fedlens.training.head_and_mask import fit_head_and_mask, masked_space
 
 log = logging.getLogger("fedlens")
@@ -38,7 +37,8 @@ def train(bench: Bench, session: Session) -> Summary | None:
     # Before step 0: the head in closed form, then the mask. A resumed run reads both from its folder.
     mask = session.start(model, lambda: fit_head_and_mask(bench))
     space = masked_space(bench, mask)
-    training = Training(bench, make_optimizer(model, cfg, mask))  # model, momentum, loss scaler, running loss
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    training = Training(bench, make_optimizer(trained, cfg.optim, mask))  # model, momentum, loss scaler, running loss
     session.restore(training=training)
     session.begin(lambda test: evaluate(bench, 0, test=test), alone=total == 0)  # θ₀, epoch 0 of every curve
 
@@ -51,7 +51,7 @@ def train(bench: Bench, session: Session) -> Summary | None:
             continue
 
         # The end of an epoch: validate, record, checkpoint.
-        line: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "train_loss": training.mean_loss(steps_per_epoch)}
+        line: dict[str, Any] = {"epoch": epoch + 1, "lr": lr, "train_loss": float(training.loss_sum) / steps_per_epoch}
         training.check_finite()
         line |= evaluate(bench, step + 1, test=session.tests_after(epoch + 1))
         training.loss_sum.zero_()  # before the checkpoint: the next epoch starts from zero
@@ -100,7 +100,10 @@ class Training:
             group["lr"] = lr
         self.model.train()
         inputs, labels = self._batch(epoch, within)
-        keep = dropout_mask(self.bench, len(labels), epoch, 0, within)
+        keep = None
+        if cfg.model.dropout:
+            shape = (len(labels), int(self.model.head.in_features))  # type: ignore[union-attr, arg-type]
+            keep = dropout_mask(shape, cfg.model.dropout, torch_rng(cfg.seed, "dropout", epoch, 0, within)).to(labels.device)
         while True:
             self.optimizer.zero_grad(set_to_none=True)
             try:
@@ -114,7 +117,7 @@ class Training:
                 torch.cuda.empty_cache()
         if cfg.optim.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.model, self.optimizer, cfg.optim.clip_norm)
+            clip_gradients(self.optimizer, cfg.optim.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.loss_sum += loss
@@ -144,10 +147,6 @@ class Training:
             total += loss.detach()
         return total
 
-    def mean_loss(self, steps: int) -> float:
-        """Return the mean training loss of the epoch."""
-        return float(self.loss_sum) / steps
-
     def check_finite(self) -> None:
         """Raise if a loss or a weight is not finite."""
         if not all(bool(torch.isfinite(each).all()) for each in (self.loss_sum, *self.model.parameters())):
@@ -172,40 +171,6 @@ class Training:
         self.scaler.load_state_dict(state["scaler"])
         self.loss_sum.fill_(state["loss_sum"])
         self.at = int(state.get("at", 0))
-
-
-def make_optimizer(model: nn.Module, cfg: Config, mask: Mask | None) -> torch.optim.Optimizer:
-    """Return SGD with momentum over what trains; under a mask SparseSGDM, which leaves the rest bit for bit."""
-    o = cfg.optim
-    options: dict[str, Any] = {
-        "lr": o.lr,
-        "momentum": o.momentum,
-        "dampening": o.dampening,
-        "nesterov": o.nesterov,
-        "weight_decay": o.weight_decay,
-    }
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if mask is not None:
-        return SparseSGDM(trained, **options, masks=mask)
-    return torch.optim.SGD([param for _, param in trained], **options)
-
-
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, norm: float) -> None:
-    """Scale gradients down to this norm over the coordinates that may move."""
-    if isinstance(optimizer, SparseSGDM):
-        optimizer.clip_grad_norm_(norm)
-    else:
-        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], norm)
-
-
-def dropout_mask(bench: Bench, batch: int, *ids: int) -> Tensor | None:
-    """Return the keyed dropout before the head, divided by the keep rate: [batch, dim]."""
-    rate = bench.config.model.dropout
-    if rate == 0:
-        return None
-    dim = int(bench.model.head.in_features)  # type: ignore[union-attr, arg-type]
-    keep = torch.rand(batch, dim, generator=torch_rng(bench.config.seed, "dropout", *ids)) >= rate
-    return (keep.float() / (1 - rate)).to(bench.device)
 
 
 def not_finite(step: int) -> UserError:

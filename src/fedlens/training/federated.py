@@ -25,17 +25,19 @@ from fedlens.errors import UserError, bad_value
 from fedlens.lens.mask import Mask
 from fedlens.lens.merging import RULES, merge_rows
 from fedlens.lens.space import ParamSpace
+from fedlens.optim.schedules import learning_rate
 from fedlens.optim.server import Server
+from fedlens.runs.folder import RunFolder
 from fedlens.runs.identity import origin_of
 from fedlens.runs.session import Session, Summary
-from fedlens.runs.store import PARTITION_FILE, RunFolder, to_json
+from fedlens.runs.store import PARTITION_FILE, to_json
 from fedlens.seeding import torch_rng
 from fedlens.training.algorithms import ALGORITHMS, make_algorithm
-from fedlens.training.bench import Bench, learning_rate
+from fedlens.training.bench import Bench
 from fedlens.training.clients import Clients, Site
 from fedlens.training.head_and_mask import fit_head_and_mask, masked_space
 from fedlens.training.privacy import Privacy
-from fedlens.training.updates import Arrived, ClientTraffic, Ledger, Totals, UpdateCollector, check_progress
+from fedlens.training.updates import Arrived, ClientTraffic, Ledger, Totals
 
 log = logging.getLogger("fedlens")
 
@@ -63,9 +65,9 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
         totals.begin_round(clients.traffic)
 
         # 1. Local training. Updates arrive in client order; those that are not finite or too long are dropped and counted.
-        collector = UpdateCollector(cfg, algorithm, privacy, lr, t, Arrived(len(present), fed.client_metrics))
+        arrived = Arrived(cfg, algorithm, privacy, lr, t, expected=len(present))
         updates = clients.updates(t, cohort, present, server.theta, algorithm.local_rule(lr), algorithm.offsets(server.theta))
-        arrived = collector.collect(updates, ranks, space.size)
+        arrived.collect(updates, ranks, space.size)
         totals.add(arrived, len(cohort), clients.traffic)
 
         # 2. Merge: d = merge({Δ_k}). Under noise, a round without updates must look like any other.
@@ -79,7 +81,7 @@ def train(bench: Bench, clients: Clients, session: Session, ranks: Ranks) -> Sum
             ledger.add(arrived, alpha)
             moved = {"update_norm": server.step(d, alpha, t)} | ({"alpha": alpha} if cfg.server.alphas else {})
         else:
-            check_progress(arrived, t)  # stops a run whose updates are all not finite
+            arrived.check_progress()  # stops a run whose updates are all not finite
 
         # 4. Validate, record, checkpoint.
         last = t + 1 == fed.rounds
@@ -103,9 +105,9 @@ def begin_clients(bench: Bench, clients: Clients, server: Server, session: Sessi
     facts = session.start_facts["mask"]
     if session.fresh and facts:  # a copy: runs of one process share the cached mask and its facts
         session.start_facts["mask"] = {**facts, "bytes_down": facts["bytes_down"] + clients.traffic.down - before}
-    if session.first:
-        facts = (cfg.federated.algorithm, clients.name, cfg.federated.clients, f"{server.space.size:,}")
-        log.info("%s, %s engine, %d clients, %s trainable parameters", *facts)
+    if session.folder:
+        words = (cfg.federated.algorithm, clients.name, cfg.federated.clients, f"{server.space.size:,}")
+        log.info("%s, %s engine, %d clients, %s trainable parameters", *words)
 
 
 def warn_of_useless_trim(cfg: Config) -> None:

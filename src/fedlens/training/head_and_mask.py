@@ -22,9 +22,8 @@ from fedlens.errors import UserError, bad_value
 from fedlens.lens.mask_rules import SCORED, STRATEGIES, Mask, build_mask
 from fedlens.lens.sensitivity import sensitivity
 from fedlens.lens.space import ParamSpace
-from fedlens.models.heads import RidgeChoice, choose_ridge
+from fedlens.models.heads import choose_ridge, ridge_statistics
 from fedlens.runs.cache import Codec, cached, digest, split_digest
-from fedlens.runs.session import Start
 from fedlens.seeding import torch_rng
 from fedlens.tasks import Samples
 from fedlens.training.bench import Bench
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from fedlens.training.clients import Clients
 
 log = logging.getLogger("fedlens")
+Fitted = tuple[Mask | None, dict[str, Any]]
 BYTES = 4  # per number on the wire: float32
 BATCH = 512  # samples prepared at once; sensitivity() itself limits how many gradients it holds
 
@@ -113,14 +113,18 @@ def _read_mask(folder: Path) -> tuple[Mask, dict[str, Any]]:
 MASKS = Codec(_write_mask, _read_mask)
 
 
+def sent(clients: "Clients | None") -> tuple[int, int]:
+    """Return the bytes so far from and to the clients."""
+    return (0, 0) if clients is None else (clients.traffic.up, clients.traffic.down)
+
+
 def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
     """Return the configured mask and its facts, including the bytes of its calibration.
 
     scope=central scores on the validation set; with scope=federated every client scores on its own data and the server adds.
     """
     c, began, scorings = bench.config.mask, time.monotonic(), 0
-    federated = c.scope == "federated" and clients is not None
-    before = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
+    (up, down), scoring_clients = sent(clients), clients if c.scope == "federated" else None
     if c.path is not None:
         mask = Mask.load(c.path)
     else:
@@ -128,11 +132,10 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
         def scores(names: Collection[str], active: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             nonlocal scorings
             scorings += 1
-            if not federated:
+            if scoring_clients is None:
                 return Scorer(bench, bench.val)(evenly(len(bench.val), c.samples), names)
-            assert clients is not None
             total: dict[str, Tensor] = {}
-            for sums in clients.sensitivities(names, active):
+            for sums in scoring_clients.sensitivities(names, active):
                 total = {name: each + total[name] for name, each in sums.items()} if total else sums
             return total
 
@@ -149,8 +152,7 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
             without=c.without,
             frozen=frozen(bench.model),
         )
-    after = (clients.traffic.up, clients.traffic.down) if clients else (0, 0)
-    seconds = time.monotonic() - began
+    (up_now, down_now), seconds = sent(clients), time.monotonic() - began
     log.info("mask: %s, %s of %s coordinates (%.1f s)", c.path or c.strategy, f"{mask.active:,}", f"{mask.eligible_count:,}", seconds)
     facts = {
         "strategy": c.strategy,
@@ -162,8 +164,8 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
         "eligible": mask.eligible_count,
         "scorings": scorings,
         "seconds": seconds,
-        "bytes_up": after[0] - before[0],
-        "bytes_down": after[1] - before[1],
+        "bytes_up": up_now - up,
+        "bytes_down": down_now - down,
         "composition": mask.composition(),
         "by_layer": mask.by_layer(),
     }
@@ -198,34 +200,35 @@ def _kind(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def fit_head_and_mask(bench: Bench, clients: "Clients | None" = None, broadcast: Callable[[Any], Any] = lambda value: value) -> Start:
-    """Fit the head in closed form, then calibrate the mask, as the configuration asks; with `clients`, from their sums."""
-    ridge = mask = facts = None
-    if bench.config.head == "ridge":
-        ridge = ridge_facts(bench.fit_ridge_head()) if clients is None else federated_ridge_head(bench, clients)
-    if bench.config.mask.strategy:
-        if clients is None:
-            mask, facts = make_mask(bench)
-        else:
-            up, down = clients.traffic.up, clients.traffic.down
-            mask, facts = broadcast(make_mask(bench, clients))
-            clients.traffic.up, clients.traffic.down = up + facts["bytes_up"], down + facts["bytes_down"]  # also for a cached mask
-    return Start(mask, {"ridge": ridge, "mask": facts})
+def fit_head_and_mask(bench: Bench, clients: "Clients | None" = None, broadcast: Callable[[Any], Any] = lambda value: value) -> Fitted:
+    """Fit the head in closed form, then calibrate the mask, as the configuration asks; with `clients`, from their sums.
+
+    Return the mask (None: dense) and what the summary reports about both.
+    """
+    ridge = fit_ridge_head(bench, clients) if bench.config.head == "ridge" else None
+    if not bench.config.mask.strategy:
+        return None, {"ridge": ridge, "mask": None}
+    up, down = sent(clients)
+    mask, facts = broadcast(make_mask(bench, clients))
+    if clients is not None:  # also for a cached mask
+        clients.traffic.up, clients.traffic.down = up + facts["bytes_up"], down + facts["bytes_down"]
+    return mask, {"ridge": ridge, "mask": facts}
 
 
-def ridge_facts(choice: RidgeChoice) -> dict[str, Any]:
-    """Return what the summary reports about the head."""
-    return {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
+def fit_ridge_head(bench: Bench, clients: "Clients | None") -> dict[str, Any]:
+    """Set the closed-form head on the pretrained features (step 0); validation chooses lambda and temperature. Return what the summary reports.
 
-
-def federated_ridge_head(bench: Bench, clients: "Clients") -> dict[str, Any]:
-    """Fit the head from the clients' sums, which are additive: it equals the centralised head for every split."""
+    The clients' sums are additive, so their head equals the centralised one for every split.
+    """
+    up, down = sent(clients)
     A = b = None
-    up, down = clients.traffic.up, clients.traffic.down
-    for a_k, b_k in clients.ridge_sums():
+    if clients is None:
+        A, b = ridge_statistics(bench.features(bench.train), bench.train.labels, bench.dataset.num_classes)
+    for a_k, b_k in () if clients is None else clients.ridge_sums():
         A, b = (a_k, b_k) if A is None or b is None else (A + a_k, b + b_k)
     if A is None or b is None:
         raise UserError("head: no client sent valid sums for the ridge head.")
     choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
     bench.set_head(choice)
-    return {**ridge_facts(choice), "bytes_up": clients.traffic.up - up, "bytes_down": clients.traffic.down - down}
+    facts = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
+    return facts if clients is None else {**facts, "bytes_up": clients.traffic.up - up, "bytes_down": clients.traffic.down - down}

@@ -9,6 +9,7 @@ sampled it; ε is that of the client that was sampled most often, composed by a 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ class Privacy:
         self._secret = secret() if self.on else None
         self._rounds = 0
         self._sampled: Counter[int] = Counter()  # client -> rounds that sampled it
-        self._epsilons: dict[int, float] = {}
         if self.on:
             epsilon(self.settings.noise, 1, self.settings.delta)  # reports a missing library before the first round
 
@@ -73,10 +73,8 @@ class Privacy:
         """Return ε so far at the configured δ, for a line of metrics."""
         if not self.on:
             return {}
-        most = max(self._sampled.values(), default=0)
-        if most not in self._epsilons:
-            self._epsilons[most] = epsilon(self.settings.noise, most, self.settings.delta)
-        return {"epsilon": self._epsilons[most], "delta": self.settings.delta}
+        most, delta = max(self._sampled.values(), default=0), self.settings.delta
+        return {"epsilon": epsilon(self.settings.noise, most, delta), "delta": delta}
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rounds, from which the sampled clients follow."""
@@ -105,6 +103,7 @@ def gaussian(count: int, key: str) -> Tensor:
     return torch.from_numpy(numbers.reshape(-1)[:count])
 
 
+@cache
 def epsilon(noise: float, rounds: int, delta: float) -> float:
     """Return ε at δ of consecutive Gaussian mechanisms of this noise multiplier, one per round."""
     try:

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fedlens.lens.task_vectors import TaskVector
 from fedlens.overrides import compose, from_file, to_yaml
 from fedlens.runs import digests
 from fedlens.runs.environment import environment
+from fedlens.runs.folder import RunFolder, reopen
 from fedlens.runs.identity import identity, known_weights, origin_of
 from fedlens.runs.session import Session
 from fedlens.runs.store import (
@@ -28,14 +29,12 @@ from fedlens.runs.store import (
     CLIENTS_FOLDER,
     CONFIG_FILE,
     START_FILE,
-    RunFolder,
     is_finished,
     read_environment,
     read_mask,
     read_metrics,
     read_model,
     read_summary,
-    reopen,
 )
 from fedlens.runs.trackers import Tracker, Trackers
 from fedlens.training import centralized, federated
@@ -155,10 +154,9 @@ def execute(
         bench = set_up(config)
         shards = federated.make_shards(bench) if federation and clients is None else []
         folder = stack.enter_context(_open_folder(config, path, resume, simulated=clients is None)) if ranks.first else None
-        trackers = Trackers(config.run.trackers if ranks.first else [], path, asdict(config))
-        trackers.watchers += [watch] if watch else []
+        trackers = Trackers(config.run.trackers if ranks.first else [], path, asdict(config), watch)
         unit = "round" if federation else "epoch"
-        session = stack.enter_context(Session(config, folder, trackers, unit=unit, broadcast=ranks.broadcast, first=ranks.first))
+        session = stack.enter_context(closing(Session(config, folder, trackers, unit=unit, broadcast=ranks.broadcast)))
         if federation:
             if folder and clients is None:
                 federated.describe_partition(bench, shards, folder)
@@ -175,9 +173,14 @@ def _open_folder(config: Config, path: Path, resume: bool, simulated: bool) -> I
     keep = {"keep_last": config.run.keep_last, "keep_best": config.run.keep_best}
     started = environment() | ({"weights": known_weights(config.model.weights)} if config.model.weights else {})
     folder = RunFolder.open(path, **keep) if resume else RunFolder.create(path, to_yaml(config), started, **keep)
-    with nothing_half_written(path) if simulated and not resume else nullcontext(), folder:
-        log.info("run %s", path)
-        yield folder
+    try:
+        with folder:
+            log.info("run %s", path)
+            yield folder
+    except (UserError, OSError, MemoryError, RuntimeError):  # such as an error in the input that shows only when head or mask are made
+        if simulated and not resume and not any((path / CHECKPOINTS).glob("step-*")) and not read_metrics(path):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _where(config: Config, resume: bool) -> tuple[Path, bool]:
@@ -194,30 +197,15 @@ def _where(config: Config, resume: bool) -> tuple[Path, bool]:
 
 
 @contextmanager
-def nothing_half_written(path: Path) -> Iterator[None]:
-    """Remove a new run folder if an error in the input shows only when head or mask are made, before anything was trained."""
-    try:
-        yield
-    except (UserError, OSError, MemoryError, RuntimeError):
-        if not any((path / CHECKPOINTS).glob("step-*")) and not read_metrics(path):
-            shutil.rmtree(path, ignore_errors=True)
-        raise
-
-
-@contextmanager
 def _threads_of(path: Path) -> Iterator[None]:
     """Use as many threads as the run started with, if there are cores for them: on a CPU the last bits of a sum depend on their number."""
     now, recorded = torch.get_num_threads(), str(read_environment(path).get("threads", ""))
-    before = int(recorded) if recorded.isdecimal() else 0
-    if before in (0, now):
-        yield
-        return
-    if before > _cores():
+    before = int(recorded) if recorded.isdecimal() else now
+    if before != now and before > _cores():
         log.warning("started with %d threads, now there are %d: the last bits may differ from those of an uninterrupted run", before, now)
-        yield
-        return
-    log.info("using %d threads, as at the start, instead of %d: the last bits of sums depend on it", before, now)
-    torch.set_num_threads(before)
+    elif before != now:
+        log.info("using %d threads, as at the start, instead of %d: the last bits of sums depend on it", before, now)
+        torch.set_num_threads(before)
     try:
         yield
     finally:

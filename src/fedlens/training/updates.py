@@ -31,20 +31,66 @@ class Received:
     samples: int
     steps: int
     delta: Tensor | None
+    loss: float  # mean training loss
+    norm: float  # ‖Δ‖ as it arrived
     clients: int = 1  # clients represented: under secure aggregation, one update is the mean of many
 
 
 @dataclass
 class Arrived:
-    """All updates of a round: their sums, and the accepted ones in client order."""
+    """The updates of a round, checked as they arrive: drops what is not finite or too long, clips, and adds to the sums."""
 
+    config: Config
+    algorithm: FedAvg
+    privacy: Privacy
+    lr: float
+    round_: int
     expected: int  # clients that train in this round
-    detailed: bool = False  # with federated.client_metrics
     sums: RoundSums = field(default_factory=RoundSums)
-    updates: list[Received] = field(default_factory=list)
-    details: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[Received] = field(default_factory=list)  # the accepted ones, in client order
     nonfinite: int = 0
     refused: int = 0
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if single updates are needed after the sum: by a merge rule other than the running mean, or as client vectors."""
+        return self.config.server.merge != "mean" or self.config.federated.client_vectors
+
+    def collect(self, updates: Iterator[Update], ranks: Ranks, size: int) -> None:
+        """Take in the updates of this process, then those of all processes together."""
+        everywhere = self.keeps_rows or self.algorithm.needs_every_update
+        if everywhere:
+            updates = iter(ranks.all_updates([update.owned() for update in updates], size, max(1, self.expected)))
+        for update in updates:
+            self._add(update)
+        self.algorithm.end_round()
+        if not everywhere:
+            self.sums, self.updates = ranks.all_sums(self.sums, size), ranks.gather(self.updates)
+            self.nonfinite, self.refused = sum(ranks.gather([self.nonfinite])), sum(ranks.gather([self.refused]))
+
+    def _add(self, update: Update) -> None:
+        norm, loss, bound = l2(update.delta), float(update.loss), self.config.server.norm_bound
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.nonfinite += 1
+            log.warning("round %d: the update of client %d is not finite and was dropped", self.round_ + 1, update.client)
+            return
+        if bound is not None and norm > bound:
+            self.refused += 1
+            facts = (self.round_ + 1, update.client, norm, bound)
+            log.warning("round %d: the update of client %d has norm %.4g > server.norm_bound %.4g and was rejected", *facts)
+            return
+        self.algorithm.receive(update, self.lr)
+        clipped = self.privacy.factor(norm)
+        scale = self.algorithm.scale(update) * clipped
+        delta = update.delta if scale == 1.0 else update.delta * scale
+        self.sums.add(delta, norm * scale, self.privacy.weight(update.samples), loss, client_norm=norm * clipped)
+        row = delta if self.keeps_rows else None  # owned: see `collect`
+        self.updates.append(Received(update.client, update.samples, update.steps, row, loss, norm, update.clients))
+
+    def check_progress(self) -> None:
+        """Raise if every expected update was not finite: training has diverged."""
+        if self.expected and self.nonfinite == self.expected:
+            raise UserError(f"round {self.round_ + 1}: no client's update is finite; try a lower optim.lr or optim.clip_norm=1.")
 
     @property
     def count(self) -> int:
@@ -68,62 +114,11 @@ class Arrived:
     def metrics(self) -> dict[str, Any]:
         """Return the round's counts, training loss and geometry of updates; of a secure sum only the loss is known."""
         counts: dict[str, Any] = {"clients": self.answered, "nonfinite": self.nonfinite}
-        if self.detailed:
-            counts["client_metrics"] = self.details
+        if self.config.federated.client_metrics:
+            counts["client_metrics"] = [{"client": u.client, "loss": u.loss, "norm": u.norm, "steps": u.steps} for u in self.updates]
         if not self.count:
             return counts
         return counts | (self.sums.metrics() if self.answered == len(self.updates) else {"train_loss": self.sums.loss / self.sums.weight})
-
-
-@dataclass
-class UpdateCollector:
-    """Accepts the updates of one round: drops what is not finite or too long, clips, and adds to the sums."""
-
-    config: Config
-    algorithm: FedAvg
-    privacy: Privacy
-    lr: float
-    round_: int
-    arrived: Arrived
-
-    @property
-    def keeps_rows(self) -> bool:
-        """True if single updates are needed after the sum: by a merge rule other than the running mean, or as client vectors."""
-        return self.config.server.merge != "mean" or self.config.federated.client_vectors
-
-    def collect(self, updates: Iterator[Update], ranks: Ranks, size: int) -> Arrived:
-        """Return what has arrived, the updates of all processes together."""
-        everywhere = self.keeps_rows or self.algorithm.needs_every_update
-        if everywhere:
-            updates = iter(ranks.all_updates([update.owned() for update in updates], size, max(1, self.arrived.expected)))
-        for update in updates:
-            self._add(update)
-        self.algorithm.end_round()
-        if not everywhere:
-            a = self.arrived
-            a.sums, a.updates, a.details = ranks.all_sums(a.sums, size), ranks.gather(a.updates), ranks.gather(a.details)
-            a.nonfinite, a.refused = sum(ranks.gather([a.nonfinite])), sum(ranks.gather([a.refused]))
-        return self.arrived
-
-    def _add(self, update: Update) -> None:
-        norm, loss, bound = l2(update.delta), float(update.loss), self.config.server.norm_bound
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            self.arrived.nonfinite += 1
-            log.warning("round %d: the update of client %d is not finite and was dropped", self.round_ + 1, update.client)
-            return
-        if bound is not None and norm > bound:
-            self.arrived.refused += 1
-            facts = (self.round_ + 1, update.client, norm, bound)
-            log.warning("round %d: the update of client %d has norm %.4g > server.norm_bound %.4g and was rejected", *facts)
-            return
-        self.algorithm.receive(update, self.lr)
-        clipped = self.privacy.factor(norm)
-        scale = self.algorithm.scale(update) * clipped
-        delta = update.delta if scale == 1.0 else update.delta * scale
-        self.arrived.sums.add(delta, norm * scale, self.privacy.weight(update.samples), loss, client_norm=norm * clipped)
-        row = delta if self.keeps_rows else None  # owned: see `collect`
-        self.arrived.updates.append(Received(update.client, update.samples, update.steps, row, update.clients))
-        self.arrived.details.append({"client": update.client, "loss": loss, "norm": norm, "steps": update.steps})
 
 
 @dataclass
@@ -204,12 +199,3 @@ class ClientTraffic:
         traffic = self.clients.traffic
         traffic.up, traffic.down = traffic.up + int(state["bytes_up"]), traffic.down + int(state["bytes_down"])
         self.clients.load_state_dict(state)
-
-
-def check_progress(arrived: Arrived, round_: int) -> None:
-    """Raise if every expected update was not finite: training has diverged."""
-    if arrived.expected and arrived.nonfinite == arrived.expected:
-        raise UserError(f"round {round_ + 1}: no client's update is finite; try a lower optim.lr or optim.clip_norm=1.")
-
-
-__all__ = ["Arrived", "ClientTraffic", "Ledger", "Received", "Totals", "UpdateCollector", "check_progress"]
