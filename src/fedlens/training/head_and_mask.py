@@ -113,9 +113,9 @@ def _read_mask(folder: Path) -> tuple[Mask, dict[str, Any]]:
 MASKS = Codec(_write_mask, _read_mask)
 
 
-def sent(clients: "Clients | None") -> tuple[int, int]:
-    """Return the bytes so far from and to the clients."""
-    return (0, 0) if clients is None else (clients.traffic.up, clients.traffic.down)
+def sent(clients: "Clients | None", since: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Return the bytes so far from and to the clients, or those after an earlier count."""
+    return (0, 0) if clients is None else (clients.traffic.up - since[0], clients.traffic.down - since[1])
 
 
 def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mask, dict[str, Any]]:
@@ -123,8 +123,8 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
 
     scope=central scores on the validation set; with scope=federated every client scores on its own data and the server adds.
     """
-    c, began, scorings = bench.config.mask, time.monotonic(), 0
-    (up, down), scoring_clients = sent(clients), clients if c.scope == "federated" else None
+    c, began, before, scorings = bench.config.mask, time.monotonic(), sent(clients), 0
+    scoring_clients = clients if c.scope == "federated" else None
     if c.path is not None:
         mask = Mask.load(c.path)
     else:
@@ -152,7 +152,7 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
             without=c.without,
             frozen=frozen(bench.model),
         )
-    (up_now, down_now), seconds = sent(clients), time.monotonic() - began
+    (up, down), seconds = sent(clients, since=before), time.monotonic() - began
     log.info("mask: %s, %s of %s coordinates (%.1f s)", c.path or c.strategy, f"{mask.active:,}", f"{mask.eligible_count:,}", seconds)
     facts = {
         "strategy": c.strategy,
@@ -164,8 +164,8 @@ def calibrated_mask(bench: Bench, clients: "Clients | None" = None) -> tuple[Mas
         "eligible": mask.eligible_count,
         "scorings": scorings,
         "seconds": seconds,
-        "bytes_up": up_now - up,
-        "bytes_down": down_now - down,
+        "bytes_up": up,
+        "bytes_down": down,
         "composition": mask.composition(),
         "by_layer": mask.by_layer(),
     }
@@ -220,7 +220,7 @@ def fit_ridge_head(bench: Bench, clients: "Clients | None") -> dict[str, Any]:
 
     The clients' sums are additive, so their head equals the centralised one for every split.
     """
-    up, down = sent(clients)
+    before = sent(clients)
     A = b = None
     if clients is None:
         A, b = ridge_statistics(bench.features(bench.train), bench.train.labels, bench.dataset.num_classes)
@@ -231,4 +231,5 @@ def fit_ridge_head(bench: Bench, clients: "Clients | None") -> dict[str, Any]:
     choice = choose_ridge(A, b, bench.features(bench.val), bench.val.labels)
     bench.set_head(choice)
     facts = {"lambda": choice.lam, "temperature": choice.temperature, "val_accuracy": choice.val_accuracy}
-    return facts if clients is None else {**facts, "bytes_up": clients.traffic.up - up, "bytes_down": clients.traffic.down - down}
+    up, down = sent(clients, since=before)
+    return facts if clients is None else {**facts, "bytes_up": up, "bytes_down": down}
