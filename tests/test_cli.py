@@ -9,7 +9,8 @@ import pytest
 from conftest import FAST
 
 import fedlens as fl
-from fedlens.cli import check_types, main, parser
+from fedlens.cli import main, parser
+from fedlens.cli.runs import check_types
 from fedlens.overrides import compose
 
 
@@ -166,7 +167,7 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedlens.training.run.execute", interrupted)
+    monkeypatch.setattr("fedlens.cli.runs.execute", interrupted)
     monkeypatch.setattr("fedlens.study.runner.execute", interrupted)
     assert main(words) == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {told}"

@@ -1,6 +1,5 @@
 """Hyper-parameter search: its spaces, what it may look at, and that nothing is lost when it is killed."""
 
-import argparse
 import copy
 import json
 import math
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,14 +18,16 @@ from typing import Any
 import pytest
 from conftest import FAST
 
-from fedlens.cli.search import register
+from fedlens.cli import main
 from fedlens.config import Config
 from fedlens.errors import Elsewhere, UserError
 from fedlens.overrides import choices, compose
+from fedlens.runs.store import is_finished, read_metrics, write_json
 from fedlens.study import search as search_module
 from fedlens.study import search_space
-from fedlens.study.processes import ProcessWorker, locked
+from fedlens.study.processes import Failure, ProcessWorker, WorkerPool, locked
 from fedlens.study.results import gather, read_search
+from fedlens.study.runner import placed
 from fedlens.study.search import Search
 from fedlens.study.search_space import Space, as_overrides, read_space
 from fedlens.training import bench as setup
@@ -146,7 +146,7 @@ def test_values_are_spelled_as_on_the_command_line() -> None:
         ("space: {}", "nothing to search"),
         ("spaces: {}", "Did you mean 'space'"),
         ("trials: 0\nspace: {optim.momentum: {choices: [0.9]}}", "trials must be a whole number >= 1, got 0."),
-        ("pruning: {warmup: -1}\nspace: {optim.momentum: {choices: [0.9]}}", "pruning.warmup must be a whole number >= 0, got -1."),
+        ("pruning: {warmup: -1}\nspace: {optim.momentum: {choices: [0.9]}}", "pruning: warmup must be a whole number >= 0, got -1."),
         ("set: [data.val_fraction=0, head=linear]\nspace: {optim.momentum: {choices: [0.9]}}", "data.val_fraction"),
         ("set: no\nspace: {optim.momentum: {choices: [0.9]}}", "a list of key=value"),
         ("a: [", "cannot be read"),
@@ -183,14 +183,16 @@ class Kill(BaseException):
     """As SIGKILL: nothing of ours catches it."""
 
 
-def pretend(trial: Any, config: Config, path: Path) -> dict[str, Any]:
+def pretend(trial: Any, config: Config) -> Failure | None:
     """Best at lr = 0.1 and α = 1."""
     value = 0.9 - 0.1 * abs(math.log10(config.optim.lr) + 1) - 0.1 * abs(config.server.lr - 1)
     for step in range(3):
         trial.report(value * (step + 1) / 3, step)
         if step < 2 and trial.should_prune():
-            return {"state": "pruned", "value": value, "why": None}
-    return {"state": "complete", "value": value, "why": None}
+            return Failure("worse than the median", "pruned")
+    Path(str(config.run.dir)).mkdir(parents=True, exist_ok=True)
+    write_json(Path(str(config.run.dir)) / "summary.json", {"val_accuracy": value})
+    return None
 
 
 @pytest.fixture
@@ -326,26 +328,61 @@ def test_two_jobs_try_as_many_and_report_to_the_same_place(tmp_path: Path, monke
 
 def test_a_worker_whose_device_failed_gets_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retired: list[int] = []
-    for broken in (False, True):
-        answer = {"state": "failed", "value": None, "why": "CUDA error", "broken": broken}
-        monkeypatch.setattr(ProcessWorker, "do", lambda self, task, answer=answer: answer)
-        monkeypatch.setattr(ProcessWorker, "retire", lambda self: retired.append(self.place))
-        search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=1)
-        trial = types.SimpleNamespace(number=0, _trial_id=1, params={"optim.lr": 5.0})
-        (tmp_path / "s").mkdir(exist_ok=True)
-        assert search._outcome(search.pool.workers[0], trial)["state"] == "failed"
-        assert retired == [0] * broken
+    search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=2)
+    monkeypatch.setattr(ProcessWorker, "retire", lambda self: retired.append(self.place))
+    for cause in ("values", "device"):
+        monkeypatch.setattr(ProcessWorker, "do", lambda self, task, cause=cause: {"why": "CUDA error", "cause": cause})
+        assert search.pool.workers[0].answer([]) == Failure("CUDA error", cause)
+        assert retired == [0] * (cause == "device")
 
 
-def test_the_outcome_of_a_failed_trial_says_whether_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, broken in ((RuntimeError("CUDA error: unspecified"), True), (UserError("optim.lr: too high"), False)):
+def test_the_failure_of_a_trial_says_whether_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = placed(small_space(HOPELESS, trials=1).base, tmp_path)
+    for error, why, cause in (
+        (RuntimeError("CUDA error: unspecified"), "RuntimeError: CUDA error: unspecified", "device"),
+        (UserError("optim.lr: too high"), "optim.lr: too high", "values"),
+    ):
 
         def fails(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
         monkeypatch.setattr(search_module, "execute", fails)
-        outcome = search_module.run_trial(None, small_space(HOPELESS, trials=1).base, tmp_path)
-        assert outcome == {"state": "failed", "value": None, "why": str(error), "broken": broken}
+        assert search_module.run_trial(None, config) == Failure(why, cause)
+
+
+# The program of a worker that is killed, once, after the second evaluation of a trial that is not the default.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fedlens.study import search
+from fedlens.study.processes import serve
+
+log, mark = search.PruningTracker.log, Path(sys.argv[1])
+
+def log_and_die(tracker, metrics, step, prune=True):
+    log(tracker, metrics, step, prune)
+    if len(tracker.accuracies) == 2 and tracker.trial.number > 0 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+search.PruningTracker.log = log_and_die
+serve(search._run_trial_task)
+"""
+
+
+def test_a_trial_whose_worker_was_killed_continues_at_the_next_start_and_does_not_count_as_failed(tmp_path: Path) -> None:
+    space = replace(small_space(trials=3), startup=5)  # nothing is pruned
+    Search(space, tmp_path / "whole", jobs=2).run()
+    search = Search(space, tmp_path / "torn", jobs=2)
+    search.pool = WorkerPool([sys.executable, "-c", KILLED, str(tmp_path / "mark")], 2)
+    with pytest.raises(Elsewhere, match="interrupted: its process was ended by SIGKILL; the same command continues"):
+        search.run()
+    (interrupted,) = (run for run in (tmp_path / "torn" / "runs").iterdir() if not is_finished(run))
+    before = len(read_metrics(interrupted))
+    found = Search(space, tmp_path / "torn", jobs=2).run()
+    assert before >= 1 and is_finished(interrupted), "it went on in its folder"
+    assert [trial["state"] for trial in found.trials] == ["complete"] * 3
+    assert search_json(tmp_path / "torn") == search_json(tmp_path / "whole")
 
 
 def test_a_failure_of_the_disk_does_not_count_as_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,20 +402,14 @@ def test_a_failure_of_the_disk_does_not_count_as_a_trial(tmp_path: Path, monkeyp
 
 
 def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = argparse.ArgumentParser().add_subparsers()
-    register(commands, lambda where, name, call, text, example: where.add_parser(name))
-    args = commands.choices["search"].parse_args(
-        ["fedavg_iid", "device=cpu", "federated.rounds=2", "federated.participation=0.1", "--trials", "3", "--out", str(tmp_path / "s")]
-    )
-    from fedlens.cli.search import search_command
-
-    assert search_command(args) == 0
+    overrides = ["device=cpu", "federated.rounds=2", "federated.participation=0.1"]
+    assert main(["search", "fedavg_iid", *overrides, "--trials", "3", "--out", str(tmp_path / "s")]) == 0
     out = capsys.readouterr().out
     found = read_search(tmp_path / "s")
     assert found.best is not None and found.trials[found.best]["value"] >= found.default["value"] > 0.5
     line = next(line for line in out.splitlines() if line.strip().startswith("fedlens run"))
     words = shlex.split(line)[2:]
-    assert "experiment=fedavg_iid" in words and "0, the default" in out and words[-1] == "seed=1"
+    assert "experiment=fedavg_iid" in words and "| default |" in out and words[-1] == "seed=1"
     again = run(
         [*words[:-1], "run.progress=false", f"run.dir={tmp_path / 'again'}"]
     )  # the same run: the best trial's value, and now the test set

@@ -8,10 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from fedlens.study import runner
 from fedlens.study.analyses import planned_analyses
 from fedlens.study.archive import merged
 from fedlens.study.plan import PlannedRun, read_plan
-from fedlens.study.processes import ProcessWorker, environment_of, locked
+from fedlens.study.processes import ProcessWorker, WorkerPool, environment_of, locked
 from fedlens.study.results import Gathered, gather
 from fedlens.study.runner import Study
 from fedlens.study.tune import FAILED, LineSearch, line_searches, with_chosen_values
@@ -138,8 +136,8 @@ def test_the_full_study_is_all_the_others_but_the_hand_in_the_quick_one_and_the_
         ("tables: [{name: a}, {name: a}]", "two tables are called 'a'"),
         ("tables: {a: 1}", "has no tables"),
         ("tables: [{name: a, grid: {optim.lr: 0.1}}]", "list of values"),
-        ("tables: [{name: a, cases: [x]}]", "cases of a must be a mapping, got list."),
-        ("tables: [{name: a, evaluations: 0}]", "evaluations of a must be a whole number >= 1, got 0."),
+        ("tables: [{name: a, cases: [x]}]", "table a: cases must be a mapping, got ['x']."),
+        ("tables: [{name: a, evaluations: 0}]", "table a: evaluations must be a whole number >= 1, got 0."),
         ("where: {here: []}\ntables: [{name: a, local_steps_in_all: {there: 5}}]", "there"),
         ("tables: [{name: a, cases: {IID: []}, special: [{case: IDD, set: []}]}]", "fits no run"),
         ("seeds: 2.5\ntables: [{name: a}]", "seeds must be a number of seeds, or a list of seeds >= 0; at most 1000, got 2.5."),
@@ -160,36 +158,36 @@ def test_the_full_study_is_all_the_others_but_the_hand_in_the_quick_one_and_the_
             "more than 10,000 runs",
         ),
         ("seeds: 99999999999\ntables: [{name: a}]", "at most 1000"),
-        ("tables: [{name: a, cases: 5}]", "cases of a must be a mapping, got int."),
-        ("tables: [{name: a, tune: {by: 1}}]", "tune of a: by must be a factor > 1, got 1."),
-        ("tables: [{name: a, tune: {length: 2}}]", "tune of a: length must be a fraction of the run's length in (0, 1], got 2."),
-        ("tables: [{name: a, tune: {tries: 2}}]", "tune of a: tries must be a whole number >= 3, got 2."),
+        ("tables: [{name: a, cases: 5}]", "table a: cases must be a mapping, got 5."),
+        ("tables: [{name: a, tune: {by: 1}}]", "table a: tune: by must be a factor > 1, got 1."),
+        ("tables: [{name: a, tune: {length: 2}}]", "table a: tune: length must be a fraction of the run's length in (0, 1], got 2."),
+        ("tables: [{name: a, tune: {tries: 2}}]", "table a: tune: tries must be a whole number >= 3, got 2."),
         ("tables: [{name: a, tune: {key: optim.lrr}}]", "optim.lr"),
         ("tables: [{name: a, tune: {key: optim.weight_decay}}]", "must be a number > 0, where the search starts"),
         ("tables: [{name: a, tune: {kee: optim.lr}}]", "key"),
         ("tables: [{name: a, cases: {x: []}, tune: {like: [x]}}]", "like must be a mapping from a cell's label to another's, got ['x']."),
         ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: z}}}]", "like must be one of x, y; got 'z'."),
         ("tables: [{name: a, cases: {x: [], y: [seed=1]}, tune: {like: {x: y, y: x}}}]", "takes another's"),
-        ("tables: [{name: a, tune: [optim.lr]}]", "tune of a must be a mapping, got list."),
+        ("tables: [{name: a, tune: [optim.lr]}]", "table a: tune must be a mapping, got list."),
         ("tables: [{name: a, set: [head=linear, data.val_fraction=0], tune: {by: 3}}]", "a validation set"),
-        ("tables: [{name: a, against: first}]", "against of table a must be case, got 'first'"),
+        ("tables: [{name: a, against: first}]", "table a: against must be case, got 'first'"),
         ("- 1", "has no tables"),
         (
             "tables: [{name: a, grid: {optim.lr: []}}]",
-            "grid of a: optim.lr must be a list of one or more values, or of lists of them, got [].",
+            "table a: grid: optim.lr must be a list of one or more values, or of lists of them, got [].",
         ),
         (
             "tables: [{name: a, grid: {optim.lr: [{low: 1}]}}]",
-            "grid of a: optim.lr must be a list of one or more values, or of lists of them, got [{'low': 1}].",
+            "table a: grid: optim.lr must be a list of one or more values, or of lists of them, got [{'low': 1}].",
         ),
         ("tables: [{name: a, grid: {5: [1]}}]", "'5=1'"),
         ("where: [train.epochs=1]\ntables: [{name: a}]", "where must be a mapping, got list."),
         ("where: {x: [], y: []}\ntables: [{name: a, cases: {b: {y: []}}}]", "has no case on x"),
-        ("tables: [{name: a, target: eighty}]", "target of table a must be a validation accuracy in (0, 1], got 'eighty'."),
-        ("tables: [{name: a, target: 80}]", "target of table a must be a validation accuracy in (0, 1], got 80."),
-        ("tables: [{name: a, target: true}]", "target of table a must be a validation accuracy in (0, 1], got True."),
-        ("tables: [{name: a, special: 5}]", "special of a must be a list of mappings, got 5."),
-        ("tables: [{name: a, tune: {by: .inf}}]", "tune of a: by must be a factor > 1, got inf."),
+        ("tables: [{name: a, target: eighty}]", "table a: target must be a validation accuracy in (0, 1], got 'eighty'."),
+        ("tables: [{name: a, target: 80}]", "table a: target must be a validation accuracy in (0, 1], got 80."),
+        ("tables: [{name: a, target: true}]", "table a: target must be a validation accuracy in (0, 1], got True."),
+        ("tables: [{name: a, special: 5}]", "table a: special must be a list of mappings, got 5."),
+        ("tables: [{name: a, tune: {by: .inf}}]", "table a: tune: by must be a factor > 1, got inf."),
         ("include: quick", "include must be a list of plans, such as [quick, mine.yaml], got 'quick'."),
         ("include: []", "include must be a list of plans, such as [quick, mine.yaml], got []."),
         ("include: [1]", "include must be a list of plans, such as [quick, mine.yaml], got [1]."),
@@ -940,7 +938,7 @@ def test_a_cell_without_a_working_value_fails_and_the_others_continue(tmp_path: 
 
 
 WORKING = """
-import os, time
+import os, sys, time
 from fedlens.study.processes import serve
 
 def do(task):
@@ -949,7 +947,7 @@ def do(task):
     if task == "sleep":
         time.sleep(60)
     print("this is no answer")
-    return {"task": task, "process": os.getpid()}
+    return {"why": task, "cause": "values"} if sys.argv[1:] else {"task": task, "process": os.getpid()}
 
 serve(do)
 """
@@ -965,28 +963,26 @@ def test_a_worker_is_reused_and_replaced_after_its_process_ends() -> None:
     assert third["process"] != first["process"]
     worker.retire()
     assert worker.do("d")["process"] != third["process"]
-    worker.close()
-    with pytest.raises(ChildProcessError, match="closed"):
-        worker.do("e")
+    worker.retire()
 
 
 INTERRUPTED = """
 import os, signal, sys, threading, time
-from fedlens.study.processes import WorkerPool
+from fedlens.study.processes import Failure, WorkerPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background is born without it
-workers, begun = WorkerPool([sys.executable, "-c", sys.argv[1]], 2), []
+pool, begun = WorkerPool([sys.executable, "-c", sys.argv[1], "failures"], 2), []
 
-def do(worker, task):
+def message(task):
     begun.append(task)
-    return worker.do(task)
+    return task
 
-assert [answer["task"] for _, answer in workers.map(do, ["a", "b", "c"])] == ["a", "b", "c"]
-processes = [worker._process for worker in workers.workers]
+assert [(task, failure.why) for task, failure in pool.outcomes("abc", None, message)] == [("a", "a"), ("b", "b"), ("c", "c")]
+processes = [worker._process for worker in pool.workers]
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 before = time.monotonic()
 try:
-    list(workers.map(do, ["sleep", "sleep", "d"]))
+    list(pool.outcomes(["sleep", "sleep", "d"], None, message))
 except KeyboardInterrupt:
     assert time.monotonic() - before < 30  # they would have slept for 60
     assert begun[3:] == ["sleep", "sleep"] and all(process.poll() is not None for process in processes if process)
@@ -999,23 +995,12 @@ def test_an_interrupt_ends_busy_workers_and_starts_no_new_task() -> None:
     assert done.stdout == "interrupted\n", done.stderr
 
 
-def test_a_worker_that_is_closed_while_it_starts_does_not_outlive_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, start, starting = ProcessWorker([sys.executable, "-c", WORKING]), ProcessWorker._start, threading.Event()
-
-    def slowly(self: ProcessWorker) -> "subprocess.Popen[str]":
-        starting.set()
-        time.sleep(0.5)
-        return start(self)
-
-    monkeypatch.setattr(ProcessWorker, "_start", slowly)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(worker.do, "sleep")  # for 60 s
-        assert starting.wait(10)
-        before = time.monotonic()
-        worker.close()
-        with pytest.raises(ChildProcessError):
-            waiting.result(45)
-    assert time.monotonic() - before < 30
+def test_the_others_continue_after_a_worker_that_died_and_the_order_stays() -> None:
+    pool = WorkerPool([sys.executable, "-c", WORKING, "failures"], 2)
+    found = [(task, failure and failure.why) for task, failure in pool.outcomes(["die", "b", "c", "d"], pytest.fail, str)]
+    assert found == [("die", "MemoryError: no room"), ("b", "b"), ("c", "c"), ("d", "d")]
+    pool.close()
+    assert all(worker._process is None for worker in pool.workers)
 
 
 def test_a_busy_worker_ends_with_its_parent() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fedlens.cli.table import print_table
 from fedlens.data.dataset import default_root, load_dataset
 from fedlens.errors import UserError
 from fedlens.models.weights import PUBLIC, public_path
@@ -54,3 +55,9 @@ def examine(root: str | None = None) -> list[Row]:
         path, source = public_path(name), f"downloaded on first use from {file.url}"
         rows.append((f"weights: {name}", f"found, {path}", "") if path.is_file() else (f"weights: {name}", "not found", source))
     return rows
+
+
+def doctor(root: str | None) -> int:
+    """Print the state of every component."""
+    print_table(["", "found", "how to get it"], examine(root), justify="left")
+    return 0

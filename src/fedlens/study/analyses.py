@@ -16,7 +16,8 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fedlens.study.arith import interpolate_runs, sweep_run
 from fedlens.study.forget import forget_client
 from fedlens.study.interference import interference_of_clients, interference_of_runs, mask_overlap
 from fedlens.study.plan import AnalysisSpec, Plan, PlannedRun
-from fedlens.study.yaml_files import whole_number
+from fedlens.study.yaml_files import REQUIRED, TEXT, Field, is_number, list_of, read_fields, whole
 from fedlens.training.run import Run
 
 
@@ -39,23 +40,39 @@ def _forget(runs: Sequence[Run], clients: Sequence[int], **options: Any) -> dict
     return {"clients": [forget_client(runs[0], client, without=runs[1:], **options) for client in clients]}
 
 
+def _is_grid(value: Any, least: float = -inf) -> bool:
+    try:
+        return min(alphas(value)) >= least
+    except (UserError, TypeError):
+        return False
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of analysis."""
 
     measure: Callable[..., dict[str, Any]]
-    options: tuple[str, ...]
+    options: Mapping[str, Field]
     cells: tuple[int, int]  # the fewest and the most cells
     title: str
 
 
-KINDS = {
-    "sweep": Kind(lambda runs, **options: sweep_run(runs[0], **options), ("grid",), (1, 1), "α sweep of {}"),
-    "interpolate": Kind(lambda runs, **options: interpolate_runs(*runs, **options), ("grid",), (2, 2), "From {} to {}"),
-    "interference": Kind(_interference, ("grid", "samples", "clients"), (1, 8), "Interference of {}"),
-    "masks": Kind(lambda runs, **_: mask_overlap(*runs), (), (1, 2), "Overlap of the masks of {}"),
-    "forget": Kind(_forget, ("clients", "keep", "grid"), (1, 9), "Forgetting clients of {}"),
+GRID = {"grid": Field(None, "start:stop:count, or a list of numbers", _is_grid)}
+CLIENTS = Field(None, "a list of clients", list_of(int, fewest=1))
+INTERFERENCE = {**GRID, "samples": whole(1), "clients": CLIENTS}
+FORGET = {
+    "clients": replace(CLIENTS, default=REQUIRED),
+    "keep": Field(None, "in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
+    "grid": Field(None, "numbers >= 0, because forgetting subtracts", lambda value: _is_grid(value, 0)),
 }
+KINDS = {
+    "sweep": Kind(lambda runs, **options: sweep_run(runs[0], **options), GRID, (1, 1), "α sweep of {}"),
+    "interpolate": Kind(lambda runs, **options: interpolate_runs(*runs, **options), GRID, (2, 2), "From {} to {}"),
+    "interference": Kind(_interference, INTERFERENCE, (2, 8), "Interference of {}"),
+    "masks": Kind(lambda runs, **_: mask_overlap(*runs), {}, (1, 2), "Overlap of the masks of {}"),
+    "forget": Kind(_forget, FORGET, (1, 9), "Forgetting clients of {}"),
+}
+COMMON = {"kind": TEXT, "of": Field(), "seeds": whole(1, 1)}  # options of every kind
 
 
 @dataclass(frozen=True)
@@ -99,11 +116,10 @@ def _of_spec(plan: Plan, spec: AnalysisSpec) -> list[PlannedAnalysis]:
     kind = str(spec.options.get("kind"))
     if kind not in KINDS:
         raise unknown("analyses: kind", kind, KINDS)
-    options = {key: value for key, value in spec.options.items() if key not in ("kind", "of", "seeds")}
-    _check_options(kind, options)
-    count, of = whole_number(spec.options.get("seeds", 1), "analyses: seeds", 1), spec.options.get("of")
-    labels = tuple(str(name) for name in (of if isinstance(of, list) else [of]))
-    fewest, most = KINDS[kind].cells if kind != "interference" else (1, 1) if "clients" in options else (2, 8)
+    fields = read_fields(spec.options, {**COMMON, **KINDS[kind].options}, f"analyses: {kind}")
+    options = {key: value for key, value in spec.options.items() if key not in COMMON}
+    labels = tuple(map(str, fields["of"] if isinstance(fields["of"], list) else [fields["of"]]))
+    fewest, most = KINDS[kind].cells if fields.get("clients") is None or kind == "forget" else (1, 1)
     if not fewest <= len(labels) <= most:
         expected = f"{fewest} cell{'s' if fewest > 1 else ''}" if fewest == most else f"{fewest} to {most} cells"
         raise bad_value(f"analyses: {kind} of", ", ".join(labels), expected)
@@ -114,31 +130,12 @@ def _of_spec(plan: Plan, spec: AnalysisSpec) -> list[PlannedAnalysis]:
         raise UserError(f"analyses: {kind} reads the test set, which train.test=false of {untested[0]} forbids; leave it out.")
     if kind == "masks" and len(cells) == 1:
         pairs = zip(seeds, [*seeds[1:], *seeds[:1]], strict=True)  # each seed and the next
-        first = list(pairs)[: min(count, len(seeds) if len(seeds) > 2 else len(seeds) - 1)]
+        first = list(pairs)[: min(fields["seeds"], len(seeds) if len(seeds) > 2 else len(seeds) - 1)]
         return [PlannedAnalysis(kind, labels, a, (cells[0][a], cells[0][b]), options) for a, b in first]
-    for seed in seeds[:count] if options.get("clients") is not None else ():
-        _check_participation(f"analyses: {kind} of {labels[0]}", cells[0][seed], options["clients"])
-    return [PlannedAnalysis(kind, labels, seed, tuple(cell[seed] for cell in cells), options) for seed in seeds[:count]]
-
-
-def _check_options(kind: str, options: Mapping[str, Any]) -> None:
-    where = f"analyses: {kind}"
-    for option in options:
-        if option not in KINDS[kind].options:
-            raise unknown(f"{where}: key", option, ["of", "seeds", *KINDS[kind].options])
-    if "grid" in options:
-        try:
-            lowest = min(alphas(options["grid"]))
-        except (UserError, TypeError):
-            raise bad_value(f"{where}: grid", options["grid"], "start:stop:count, or a list of numbers") from None
-        if kind == "forget" and lowest < 0:
-            raise bad_value(f"{where}: grid", options["grid"], "numbers >= 0, because forgetting subtracts")
-    whole_number(options.get("samples", 1), f"{where}: samples", 1)
-    keep, clients = options.get("keep", 1), options.get("clients")
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
-        raise bad_value(f"{where}: keep", keep, "in [0, 1]")
-    if (clients is None and kind == "forget") or (clients is not None and (not isinstance(clients, list) or not clients)):
-        raise bad_value(f"{where}: clients", clients, "a list of clients")
+    seeds = seeds[: fields["seeds"]]
+    for seed in seeds if fields.get("clients") else ():
+        _check_participation(f"analyses: {kind} of {labels[0]}", cells[0][seed], fields["clients"])
+    return [PlannedAnalysis(kind, labels, seed, tuple(cell[seed] for cell in cells), options) for seed in seeds]
 
 
 def _check_participation(where: str, planned: PlannedRun, clients: Sequence[int]) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.errors import UserError
-from fedlens.files import below, disk_errors, write_atomic
+from fedlens.files import below, write_atomic
 from fedlens.runs import digests
 from fedlens.runs.store import has_summary, is_finished, read_summary
+from fedlens.study.processes import make_folder
 from fedlens.study.results import (
     SEARCH_FILE,
     STUDY_FILE,
@@ -241,6 +242,5 @@ def run_names(study: Metadata) -> Iterator[str]:
 
 def _write(out: Path, name: str, content: bytes) -> None:
     path = below(out, name, "keep", depth=name.count("/") + 1)
-    with disk_errors(path, run=False):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomic(path, content)

@@ -1,7 +1,7 @@
 """Estimates of a study's time, disk space and device memory before it starts, from its plan and a measurement of a few seconds."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,7 @@ def estimate(study: Study, jobs: int) -> str:
         return f"{len(every)} runs, all finished."
     speeds = {key: measure(config) for key, config in {_key(config): config for config in (*left, *short)}.items()}
     seconds = sum(speeds[_key(config)].seconds(config) for config in (*left, *short)) / jobs
-    disk = _sum(speeds[_key(config)].bytes(config, False) for config in left)
+    disk = sum((speeds[_key(config)].bytes(config, False) for config in left), start=0.0)
     peak = disk + jobs * max(speeds[_key(config)].bytes(config, True) for config in (*left, *short))
     tuning = f" and about {len(short)} short runs to tune" if short else ""
     return (
@@ -113,7 +113,3 @@ def estimate(study: Study, jobs: int) -> str:
 
 def _key(config: Config) -> tuple[object, ...]:
     return config.data.name, config.model.name, config.model.image_size, config.optim.batch_size, config.train.precision
-
-
-def _sum(values: Iterable[float]) -> float:
-    return float(sum(values))

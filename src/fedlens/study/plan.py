@@ -25,25 +25,78 @@
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fedlens.config import Config, known_keys
+from fedlens.config import Config, known_keys, value_of
 from fedlens.errors import UserError, bad_value, unknown
 from fedlens.overrides import compose, with_values
 from fedlens.runs.identity import identity
-from fedlens.study.yaml_files import at_place, check_keys, override_list, override_text, read_yaml, whole_number, yaml_path
+from fedlens.study import yaml_files
+from fedlens.study.yaml_files import (
+    MAPPING,
+    OVERRIDES,
+    TEXT,
+    Field,
+    Place,
+    check_keys,
+    is_number,
+    list_of,
+    override_list,
+    read_fields,
+    whole,
+)
 
-PLAN_KEYS = {"question", "seeds", "where", "set", "tables", "analyses", "include"}
-TABLE_KEYS = {"name", "question", "set", "cases", "grid", "special", "local_steps_in_all", "evaluations", "target", "against", "tune"}
-TUNE_KEYS = {"key", "by", "length", "tries", "like", "set"}
-SPECIAL_KEYS = {"case", "place", "set"}
 MAX_RUNS = 10_000  # of one plan
 SET_BY_TUNING = {"seed", "train.test", "train.epochs", "federated.rounds", "federated.eval_every", "federated.client_vectors"}
+
+
+def _are_seeds(value: Any) -> bool:
+    if isinstance(value, list):
+        return 0 < len(value) <= 1000 and all(type(seed) is int and seed >= 0 for seed in value)
+    return type(value) is int and 0 < value <= 1000
+
+
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(values, list) for values in value.values())
+
+
+PLAN = {
+    "question": TEXT,
+    "seeds": Field(1, "a number of seeds, or a list of seeds >= 0; at most 1000", _are_seeds),
+    "where": Field(),
+    "set": OVERRIDES,
+    "tables": Field(),
+    "analyses": Field((), "a list of mappings, such as {kind: sweep, of: IID}", list_of(Mapping), per_place=True),
+}
+INCLUDING = {
+    "question": TEXT,
+    "include": Field([], "a list of plans, such as [quick, mine.yaml]", list_of(str, fewest=1)),
+}
+TABLE = {
+    "name": Field("results"),
+    "question": TEXT,
+    "set": replace(OVERRIDES, per_place=True),
+    "cases": Field({"": []}, "a mapping", MAPPING.holds),
+    "grid": Field({}, "a mapping of key to list of values", _is_grid),
+    "special": Field([], "a list of mappings", list_of(Mapping)),
+    "local_steps_in_all": whole(1, per_place=True),
+    "evaluations": whole(1, per_place=True),
+    "target": Field(None, "a validation accuracy in (0, 1]", lambda value: is_number(value) and 0 < value <= 1),
+    "against": Field(None, "case", lambda value: value == "case"),
+    "tune": Field(),
+}
+TUNE = {
+    "key": Field("optim.lr"),
+    "by": Field(3, "a factor > 1", lambda value: is_number(value) and value > 1),
+    "length": Field(0.2, "a fraction of the run's length in (0, 1]", lambda value: is_number(value) and 0 < value <= 1),
+    "tries": whole(3, 7),
+    "like": Field({}, "a mapping from a cell's label to another's", MAPPING.holds),
+    "set": OVERRIDES,
+}
 
 
 def cell_label(case: str, values: Iterable[tuple[str, Any]]) -> str:
@@ -52,7 +105,7 @@ def cell_label(case: str, values: Iterable[tuple[str, Any]]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return override_text(value) if value is None or isinstance(value, list | tuple) else str(value)
+    return yaml_files.override_text(value) if value is None or isinstance(value, list | tuple) else str(value)
 
 
 @dataclass(frozen=True)
@@ -98,7 +151,7 @@ class TuningSpec:
 
     @property
     def default(self) -> float:
-        return float(_get(self.base, self.key))
+        return float(value_of(self.base, self.key))
 
     def value(self, k: int) -> float:
         """Return the default times factor^k, to three digits."""
@@ -148,9 +201,8 @@ class Plan:
 class _Context:
     """Settings that all tables of a plan share."""
 
-    place: str
-    places: Collection[str]
-    common: Sequence[str]  # overrides of the place and of the whole plan
+    place: Place
+    common: Sequence[Any]  # overrides of the place and of the whole plan
     last: Sequence[str]  # overrides of the command line, which win over all others
 
     @property
@@ -169,52 +221,36 @@ def read_plan(name: str, *, place: str | None = None, seeds: int | None = None, 
 
 def _read(name: str, place: str | None, seeds: int | None, overrides: Sequence[str], including: tuple[Path, ...]) -> Plan:
     """Read a plan. `including`: the plans that include this one, to detect a cycle."""
-    path = yaml_path("study", name)
+    path = yaml_files.yaml_path("study", name)
     if path.resolve() in including:
         raise UserError(f"study: include: {name!r} includes itself, directly or through another plan.")
-    content = read_yaml("study", path)
-    if isinstance(content, dict) and content.get("include") is not None:
-        check_keys(content, {"question", "include"}, f"study: {path.stem}, which includes other plans")
-        names = content["include"]
-        if not isinstance(names, list) or not names or not all(isinstance(other, str) for other in names):
-            raise bad_value("study: include", names, "a list of plans, such as [quick, mine.yaml]")
-        return _joined(path.stem, content, [_read(other, place, seeds, overrides, (*including, path.resolve())) for other in names])
-    if not isinstance(content, dict) or not isinstance(content.get("tables"), list) or not content["tables"]:
-        raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted(PLAN_KEYS))}.")
-    check_keys(content, PLAN_KEYS, f"study: {path.stem}")
-    return _with_tables(path.stem, content, place, seeds, overrides)
+    content, where = yaml_files.read_yaml("study", path), f"study: {path.stem}"
+    if isinstance(content, Mapping) and content.get("include") is not None:
+        fields = read_fields(content, INCLUDING, f"{where}, which includes other plans")
+        parts = [_read(other, place, seeds, overrides, (*including, path.resolve())) for other in fields["include"]]
+        lists = {key: [entry for part in parts for entry in getattr(part, key)] for key in ("runs", "tables", "analyses", "tuning")}
+        return Plan(path.stem, str(fields["question"]), parts[0].place, **lists)
+    if not isinstance(content, Mapping) or not isinstance(content.get("tables"), list) or not content["tables"]:
+        raise UserError(f"study: {path} has no tables; its keys are {', '.join(sorted([*PLAN, 'include']))}.")
+    at = yaml_files.read_place(content, place, "study")
+    fields = read_fields(content, PLAN, where, at, seeds=seeds)
+    return _with_tables(path.stem, fields, _Context(at, [*at.overrides, *fields["set"]], overrides))
 
 
-def _with_tables(name: str, content: Mapping[str, Any], place: str | None, seeds: int | None, overrides: Sequence[str]) -> Plan:
-    places = check_keys(content.get("where") or {"here": []}, None, "study: where")
-    place = place or next(iter(places))
-    if place not in places:
-        raise unknown("--on", place, places)
-    common = [*override_list(places[place], "study: where"), *override_list(content.get("set"), "study: set")]
-    context = _Context(place, places, common, overrides)
-    for table in content["tables"]:
-        check_keys(table, TABLE_KEYS, f"study: table {table.get('name') if isinstance(table, Mapping) else table}")
-    tables = [_plan_table(table) for table in content["tables"]]
-    seed_list = _seeds(content.get("seeds", 1) if seeds is None else seeds)
-    _check_size(content["tables"], len(seed_list))
-    cells = {_name(table): _cells(table, context) for table in content["tables"]}
-    runs = [PlannedRun(cell, seed, changed(config, "seed", seed)) for part in cells.values() for cell, config in part for seed in seed_list]
-    _check_unambiguous(runs)
-    tuning = [spec for table in content["tables"] for spec in _tuning(table, cells[_name(table)], context, seed_list[0])]
-    filled = [table for table in tables if cells[table.name]]
-    analyses = [AnalysisSpec(entry, tuple(table.name for table in filled)) for entry in _analyses(content.get("analyses"), context)]
-    return Plan(name, str(content.get("question", "")), place, runs, filled, analyses, tuning)
-
-
-def _joined(name: str, content: Mapping[str, Any], parts: Sequence[Plan]) -> Plan:
-    lists = {key: [entry for part in parts for entry in getattr(part, key)] for key in ("runs", "tables", "analyses", "tuning")}
-    return Plan(name, str(content.get("question", "")), parts[0].place, **lists)
-
-
-def _check_size(tables: Sequence[Mapping[str, Any]], seeds: int) -> None:
-    """Raise before a plan with too many runs is expanded."""
-    if seeds * sum(len(_cases(table)) * math.prod(map(len, _grid(table).values())) for table in tables) > MAX_RUNS:
+def _with_tables(name: str, fields: Mapping[str, Any], context: _Context) -> Plan:
+    tables = [_read_table(entry, context.place) for entry in fields["tables"]]
+    seeds = list(range(fields["seeds"])) if isinstance(fields["seeds"], int) else fields["seeds"]
+    if len(seeds) * sum(len(table["cases"]) * math.prod(map(len, table["grid"].values())) for table in tables) > MAX_RUNS:
         raise UserError(f"study: this plan has more than {MAX_RUNS:,} runs; use fewer values, cases or seeds.")
+    runs, filled, tuning = list[PlannedRun](), list[PlanTable](), list[TuningSpec]()
+    for table in tables:
+        if cells := _cells(table, context):
+            runs += [PlannedRun(cell, seed, changed(config, "seed", seed)) for cell, config in cells for seed in seeds]
+            filled.append(PlanTable(table["name"], str(table["question"]), table["target"], table["against"] is not None))
+            tuning += _tuning(table, cells, context, seeds[0])
+    _check_unambiguous(runs)
+    analyses = [AnalysisSpec(entry, tuple(table.name for table in filled)) for entry in fields["analyses"]]
+    return Plan(name, str(fields["question"]), context.place.name, runs, filled, analyses, tuning)
 
 
 def _check_unambiguous(runs: Sequence[PlannedRun]) -> None:
@@ -226,44 +262,72 @@ def _check_unambiguous(runs: Sequence[PlannedRun]) -> None:
             raise UserError(f"study: {planned.cell.label} differs from another cell only in the folder of its data or weights; rename it.")
 
 
-def _name(table: Mapping[str, Any]) -> str:
-    return str(table.get("name", "results"))
-
-
-def _plan_table(table: Mapping[str, Any]) -> PlanTable:
-    name, target = _name(table), table.get("target")
-    if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target <= 1):
-        raise bad_value(f"study: target of table {name}", target, "a validation accuracy in (0, 1]")
-    if table.get("against", "case") != "case":
-        raise bad_value(f"study: against of table {name}", table["against"], "case")
-    return PlanTable(name, str(table.get("question", "")), target, "against" in table)
-
-
-def _analyses(entries: Any, context: _Context) -> list[Mapping[str, Any]]:
-    entries = at_place(entries, context.place, context.places, "study: analyses")
-    entries = [] if entries is None else entries
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise bad_value("study: analyses", entries, "a list of mappings, such as {kind: sweep, of: IID}")
-    return entries
-
-
-def _seeds(value: Any) -> list[int]:
-    seeds = list(range(min(value, 1001))) if isinstance(value, int) else value
-    if not isinstance(seeds, list) or not 0 < len(seeds) <= 1000 or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-        raise bad_value("seeds", value, "a number of seeds, or a list of seeds >= 0; at most 1000")
-    return seeds
-
-
 def changed(config: Config, key: str, value: Any) -> Config:
     """Return a copy of a configuration with another value of a dotted key."""
     config = copy.deepcopy(config)
     section, _, name = key.rpartition(".")
-    setattr(_get(config, section), name, value)
+    setattr(value_of(config, section) if section else config, name, value)
     return config
 
 
-def _get(config: Any, key: str) -> Any:
-    return reduce(getattr, key.split("."), config) if key else config
+# --- tables
+
+
+def _read_table(entry: Any, place: Place) -> dict[str, Any]:
+    """Return the fields of a table and, as `where`, its place in an error message. Lists in a grid become tuples, so that a cell is hashable."""
+    name = str(entry.get("name") or "results") if isinstance(entry, Mapping) else str(entry)
+    where = f"study: table {name}"
+    fields = read_fields(entry, TABLE, where, place)
+    for key, values in fields["grid"].items():
+        plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
+        if not values or not all(each is None or isinstance(each, bool | int | float | str) for each in plain):
+            raise bad_value(f"{where}: grid: {key}", values, "a list of one or more values, or of lists of them")
+    grid = {str(key): [tuple(value) if isinstance(value, list) else value for value in values] for key, values in fields["grid"].items()}
+    for special in fields["special"]:
+        check_keys(special, {"case", "place", "set", *grid}, f"{where}: special")
+    return {**fields, "name": name, "where": where, "grid": grid}
+
+
+def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, Config]]:
+    """Return every case with every combination of the grid, and its configuration."""
+    cells, unused = list[tuple[PlanCell, Config]](), list(table["special"])
+    for case, entry in table["cases"].items():
+        where = f"{table['where']}: case {case}"
+        own = context.place.pick(entry, where)
+        if isinstance(entry, Mapping) and context.place.name not in entry:
+            continue
+        for values in product(*table["grid"].values()):
+            cell = PlanCell(table["name"], str(case), tuple(zip(table["grid"], values, strict=True)))
+            special = [each for each in table["special"] if _matches(each, cell, context.place.name)]
+            unused = [each for each in unused if each not in special]
+            overrides = [
+                *context.common,
+                *table["set"],
+                *override_list(own, where),
+                *(f"{key}={value if isinstance(value, str) else yaml_files.override_text(value)}" for key, value in cell.values),
+                *(text for each in special for text in override_list(each.get("set"), f"{table['where']}: special: set")),
+                *context.last,
+            ]
+            cells.append((cell, _with_length(compose([*map(str, overrides)]), table, context.fixed)))
+    for each in unused:
+        if each.get("place", context.place.name) == context.place.name:
+            raise UserError(f"{table['where']}: special has an entry that fits no run: {each}.")
+    return cells
+
+
+def _with_length(config: Config, table: Mapping[str, Any], fixed: set[str]) -> Config:
+    """Set the number of rounds and of evaluations that a table gives to all of its runs, unless the command line does."""
+    fed = config.federated
+    if table["local_steps_in_all"] is not None and "federated.rounds" not in fixed:
+        fed.rounds = max(1, round(table["local_steps_in_all"] / fed.local_steps))
+    if table["evaluations"] is not None and "federated.eval_every" not in fixed:
+        fed.eval_every = max(1, fed.rounds // table["evaluations"])
+    return config
+
+
+def _matches(special: Mapping[str, Any], cell: PlanCell, place: str) -> bool:
+    facts = {"case": cell.case, "place": place, **dict(cell.values)}
+    return all(_shown(facts[key]) == _shown(value) for key, value in special.items() if key != "set")
 
 
 # --- tuned keys
@@ -271,41 +335,33 @@ def _get(config: Any, key: str) -> Any:
 
 def _tuning(table: Mapping[str, Any], cells: Sequence[tuple[PlanCell, Config]], context: _Context, seed: int) -> list[TuningSpec]:
     """Return what a table tunes. A key that the command line sets is not tuned, and its value holds for short runs too."""
-    entry, where = table.get("tune"), f"study: tune of {_name(table)}"
-    if isinstance(entry, Mapping) and set(entry) <= set(context.places):
-        entry = entry.get(context.place)
+    where = f"{table['where']}: tune"
+    entry = context.place.pick(table["tune"], where, mapping=True)
     if entry is None:
         return []
-    key, factor, length, tries = _tune_numbers(check_keys(entry, TUNE_KEYS, where), where)
+    tune = read_fields(entry, TUNE, where)
+    key = str(tune["key"])
     if key in context.fixed:
         return []
     if key not in known_keys():
         raise unknown(f"{where}: key", key, known_keys())
-    overrides = [text for text in override_list(entry.get("set"), f"{where}: set") if text.partition("=")[0] not in context.fixed]
+    overrides = [text for text in map(str, tune["set"]) if text.partition("=")[0] not in context.fixed]
     if wrong := [text for text in overrides if text.partition("=")[0] in {key, *SET_BY_TUNING}]:
         raise bad_value(f"{where}: set", wrong[0], f"any key but {key}, which is tuned, and {', '.join(sorted(SET_BY_TUNING))}")
-    followers = _followers(entry.get("like", {}), [cell for cell, _ in cells], f"{where}: like")
-    leaders = [(cell, config) for cell, config in cells if not any(cell in others for others in followers.values())]
-    for cell, config in leaders:
-        if not isinstance(value := _get(config, key), float) or value <= 0:
+    followers = _followers(tune["like"], [cell for cell, _ in cells], f"{where}: like")
+    specs = []
+    for cell, config in cells:
+        if any(cell in others for others in followers.values()):
+            continue
+        if not isinstance(value := value_of(config, key), float) or value <= 0:
             raise bad_value(f"{where}: {key} of {cell.label}", value, "a number > 0, where the search starts")
-    return [
-        TuningSpec(cell, key, factor, tries, _short_run(cell, config, overrides, length, seed), tuple(followers.get(cell, ())))
-        for cell, config in leaders
-    ]
-
-
-def _tune_numbers(entry: Mapping[str, Any], where: str) -> tuple[str, float, float, int]:
-    key, factor, length = str(entry.get("key", "optim.lr")), entry.get("by", 3), entry.get("length", 0.2)
-    if not (isinstance(factor, int | float) and 1 < factor < float("inf")):
-        raise bad_value(f"{where}: by", factor, "a factor > 1")
-    if not (isinstance(length, int | float) and 0 < length <= 1):
-        raise bad_value(f"{where}: length", length, "a fraction of the run's length in (0, 1]")
-    return key, float(factor), length, whole_number(entry.get("tries", 7), f"{where}: tries", 3)
+        short = _short_run(cell, config, overrides, tune["length"], seed)
+        specs.append(TuningSpec(cell, key, float(tune["by"]), tune["tries"], short, tuple(followers.get(cell, ()))))
+    return specs
 
 
 def _short_run(cell: PlanCell, config: Config, overrides: Sequence[str], length: float, seed: int) -> Config:
-    short = changed(with_values(config, list(overrides)), "seed", seed)
+    short = changed(with_values(config, overrides), "seed", seed)
     if short.data.val_fraction == 0:
         raise UserError(f"study: tune chooses on a validation set, but data.val_fraction of {cell.label} is 0; set it > 0.")
     short.train.test = False
@@ -316,86 +372,14 @@ def _short_run(cell: PlanCell, config: Config, overrides: Sequence[str], length:
     return short
 
 
-def _followers(like: Any, cells: Sequence[PlanCell], where: str) -> dict[PlanCell, list[PlanCell]]:
+def _followers(like: Mapping[str, str], cells: Sequence[PlanCell], where: str) -> dict[PlanCell, list[PlanCell]]:
     """Return the cells that take the value of another: tuned cell -> its followers."""
-    if not isinstance(like, Mapping):
-        raise bad_value(where, like, "a mapping from a cell's label to another's")
     by_label, followers = {cell.label: cell for cell in cells}, dict[PlanCell, list[PlanCell]]()
     for follower, leader in like.items():
         for label in (follower, leader):
             if label not in by_label:
-                raise unknown(where, str(label), list(by_label))
+                raise unknown(where, str(label), by_label)
         if leader in like:
             raise UserError(f"{where}: {follower} takes the value of {leader}, which takes another's; name a cell that is tuned.")
         followers.setdefault(by_label[leader], []).append(by_label[follower])
     return followers
-
-
-# --- cells
-
-
-def _cells(table: Mapping[str, Any], context: _Context) -> list[tuple[PlanCell, Config]]:
-    name, grid, cases = _name(table), _grid(table), _cases(table)
-    special = _special_entries(table)
-    in_all, evaluations = (_positive(table, key, context) for key in ("local_steps_in_all", "evaluations"))
-    cells: list[tuple[PlanCell, Config]] = []
-    for case, entry in cases.items():
-        if isinstance(entry, Mapping) and context.place not in check_keys(entry, context.places, f"study: case {case}"):
-            continue
-        own = override_list(at_place(entry, context.place, context.places, case), f"study: case {case}")
-        for values in product(*grid.values()):
-            cell = PlanCell(name, str(case), tuple(zip(grid, values, strict=True)))
-            extra = [text for each in special if _matches(each, cell, context.place) for text in override_list(each.get("set"), name)]
-            shared = at_place(table.get("set"), context.place, context.places, f"study: set of {name}")
-            overrides = [*context.common, *override_list(shared, f"study: set of {name}"), *own]
-            config = compose(
-                [
-                    *overrides,
-                    *(f"{key}={value if isinstance(value, str) else override_text(value)}" for key, value in cell.values),
-                    *extra,
-                    *context.last,
-                ]
-            )
-            if in_all is not None and "federated.rounds" not in context.fixed:
-                config.federated.rounds = max(1, round(in_all / config.federated.local_steps))
-            if evaluations is not None and "federated.eval_every" not in context.fixed:
-                config.federated.eval_every = max(1, config.federated.rounds // evaluations)
-            cells.append((cell, config))
-    for each in special:
-        if each.get("place", context.place) == context.place and not any(_matches(each, cell, context.place) for cell, _ in cells):
-            raise UserError(f"study: special of {name} has an entry that fits no run: {each}.")
-    return cells
-
-
-def _cases(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    return check_keys(table.get("cases") or {"": []}, None, f"study: cases of {_name(table)}")
-
-
-def _grid(table: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return key -> values of a grid. Lists become tuples, so that a cell is hashable."""
-    grid, where = table.get("grid") or {}, f"study: grid of {_name(table)}"
-    if not isinstance(grid, Mapping) or not all(isinstance(values, list) for values in grid.values()):
-        raise bad_value(where, grid, "a mapping of key to list of values")
-    for key, values in grid.items():
-        plain = [each for value in values for each in (value if isinstance(value, list) else [value])]
-        if not values or not all(each is None or isinstance(each, bool | int | float | str) for each in plain):
-            raise bad_value(f"{where}: {key}", values, "a list of one or more values, or of lists of them")
-    return {str(key): [tuple(value) if isinstance(value, list) else value for value in values] for key, values in grid.items()}
-
-
-def _positive(table: Mapping[str, Any], key: str, context: _Context) -> int | None:
-    where = f"study: {key} of {_name(table)}"
-    value = at_place(table.get(key), context.place, context.places, where)
-    return None if value is None else whole_number(value, where, 1)
-
-
-def _special_entries(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    entries, where = table.get("special") or [], f"study: special of {_name(table)}"
-    if not isinstance(entries, list):
-        raise bad_value(where, entries, "a list of mappings")
-    return [check_keys(entry, SPECIAL_KEYS | set(table.get("grid") or {}), where) for entry in entries]
-
-
-def _matches(entry: Mapping[str, Any], cell: PlanCell, place: str) -> bool:
-    facts = {"case": cell.case, "place": place, **dict(cell.values)}
-    return all(_shown(facts[key]) == _shown(value) for key, value in entry.items() if key != "set")

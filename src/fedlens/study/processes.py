@@ -1,32 +1,66 @@
-"""Runs in worker processes: one owner per folder, one GPU per worker where there are several, and no worker that outlives its parent."""
+"""How studies and searches do runs: in this process, or in workers that share the GPUs and end with their parent.
+
+A task that fails leaves a `Failure`, and the others continue. A folder has one owner at a time.
+"""
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
-from fedlens.errors import UserError
+from fedlens.errors import Elsewhere, UserError, first_line
 from fedlens.files import remove_parts
+from fedlens.runs.digests import Damaged
 from fedlens.runs.store import take_lock
 
 Task = TypeVar("Task")
-Answer = TypeVar("Answer")
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by users, batch systems and a kernel without memory
+INTERRUPTED = "interrupted: "  # prefix of the failures of tasks whose process was killed: the next start continues them
 
 
 class Killed(ChildProcessError):
     """A worker process that a signal from outside ended: its task is interrupted, not failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a task failed. The cause decides whether it counts against its configuration.
+
+    values: the configuration itself. device: the device or torch, which may fail for later tasks of the process too; or the process crashed.
+    elsewhere: the disk, the network or a kill, so that the next start continues the task. pruned: a search ended the run early.
+    """
+
+    why: str
+    cause: str
+
+
+CAUSES = {  # the first that fits
+    **{Killed: "elsewhere", ChildProcessError: "device", Elsewhere: "elsewhere", Damaged: "elsewhere", UserError: "values"},
+    **{OSError: "elsewhere", RuntimeError: "device", MemoryError: "device"},
+}
+
+
+def attempt(work: Callable[..., Failure | None], *arguments: Any) -> Failure | None:
+    """Do the work; return its failure, or None. The exception is dropped: its traceback would keep the run's model in memory."""
+    try:
+        return work(*arguments)
+    except tuple(CAUSES) as error:
+        cause = next(cause for kind, cause in CAUSES.items() if isinstance(error, kind))
+        text = str(error) if isinstance(error, UserError | ChildProcessError) else f"{type(error).__name__}: {first_line(error)}"
+        return Failure(INTERRUPTED * isinstance(error, Killed) + text, cause)
 
 
 @contextmanager
@@ -66,27 +100,43 @@ class ProcessWorker:
     def __init__(self, command: list[str], place: int = 0, jobs: int = 1) -> None:
         self.command, self.place, self.jobs = command, place, jobs
         self._process: subprocess.Popen[str] | None = None
-        self._closed = False
-        self._guard = threading.Lock()  # protects the two above: `close` may be called while another thread starts the process
 
     def do(self, task: Any) -> Any:
-        """Return the program's answer to a task, both as JSON. Raises ChildProcessError with its last line of stderr if the process ends."""
-        with self._guard:
-            if self._closed:
-                raise ChildProcessError("closed")
-            process = self._process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError, ValueError):  # it died, or another thread closed this worker
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-            if answer := process.stdout.readline():
-                return json.loads(answer)
+        """Return the program's answer to a task, both as JSON."""
+        self.send(task)
+        return self.receive()
+
+    def send(self, task: Any) -> None:
+        self._process = self._process or self._start()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died: `receive` says why
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> Any:
+        """Wait for the answer to the task that was sent. Raise ChildProcessError with the last line of stderr if the process ends instead."""
+        assert self._process is not None
+        if answer := self.stdout.readline():
+            return json.loads(answer)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-        code, last = process.returncode, self.retire()
+            self._process.wait(timeout=30)
+        code, last = self._process.returncode, self.retire()
         if code is not None and -code in KILLS:
             raise Killed(f"its process was ended by {signal.Signals(-code).name}")
-        raise ChildProcessError(last or f"the process ended with {process.returncode}")
+        raise ChildProcessError(last or f"the process ended with {code}")
+
+    def failure(self) -> Failure | None:
+        """Wait for the failure that the program answers with, or None. After a failure of the device, the next task gets a new process."""
+        answer = self.receive()
+        if answer is not None and answer["cause"] == "device":
+            self.retire()
+        return None if answer is None else Failure(**answer)
+
+    @property
+    def stdout(self) -> IO[str]:
+        """The pipe that is readable once there is an answer, or the process has ended."""
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout
 
     def _start(self) -> "subprocess.Popen[str]":
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `retire`
@@ -95,8 +145,7 @@ class ProcessWorker:
 
     def retire(self) -> str:
         """End the process and return its last line of stderr. The next task starts a new one."""
-        with self._guard:
-            process, self._process = self._process, None
+        process, self._process = self._process, None
         if process is None:
             return ""
         with self._stderr:
@@ -105,12 +154,6 @@ class ProcessWorker:
             self._stderr.seek(0)
             return self._stderr.read().strip().rpartition("\n")[2].strip()
 
-    def close(self) -> None:
-        """End the process for good."""
-        with self._guard:
-            self._closed = True
-        self.retire()
-
 
 class WorkerPool:
     """`jobs` workers in parallel. An interrupt ends them all; the next start resumes from their checkpoints."""
@@ -118,24 +161,39 @@ class WorkerPool:
     def __init__(self, command: list[str], jobs: int) -> None:
         self.workers = [ProcessWorker(command, place, jobs) for place in range(jobs)]
 
-    def map(self, do: Callable[[ProcessWorker, Task], Answer], tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
-        """Yield (task, answer) in the order of the tasks. Each thread has a worker of its own and takes the next task when it is idle."""
-        own, workers = threading.local(), iter(self.workers)
-        with ThreadPoolExecutor(len(self.workers), initializer=lambda: setattr(own, "worker", next(workers))) as pool:
-            try:
-                running = [pool.submit(lambda task: do(own.worker, task), task) for task in tasks]
-                for task, future in zip(tasks, running, strict=True):
-                    while not wait([future], timeout=1.0).done:
-                        continue  # an endless wait could miss an interrupt that comes just before it
-                    yield task, future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.close()
-                raise
+    def outcomes(
+        self, tasks: Sequence[Task], here: Callable[[Task], Failure | None], message: Callable[[Task], Any]
+    ) -> Iterator[tuple[Task, Failure | None]]:
+        """Yield each task with its failure, in order. One job does them in this process, with `here`; several send its `message` to a worker."""
+        if len(self.workers) == 1:
+            return ((task, attempt(here, task)) for task in tasks)
+        return self._in_workers(tasks, message)
+
+    def _in_workers(self, tasks: Sequence[Task], message: Callable[[Task], Any]) -> Iterator[tuple[Task, Failure | None]]:
+        """Give every idle worker the next task, wait until one answers, and repeat."""
+        waiting, busy, done = deque(range(len(tasks))), dict[ProcessWorker, int](), dict[int, Failure | None]()
+        try:
+            for number, task in enumerate(tasks):
+                while number not in done:
+                    for worker in (each for each in self.workers if waiting and each not in busy):
+                        busy[worker] = waiting.popleft()
+                        if failure := attempt(_send, worker, message, tasks[busy[worker]]):
+                            done[busy.pop(worker)] = failure
+                    answered = select.select([worker.stdout for worker in busy], [], [])[0] if busy else []
+                    for worker in [each for each in busy if each.stdout in answered]:
+                        done[busy.pop(worker)] = attempt(worker.failure)
+                yield task, done.pop(number)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.close()
+            worker.retire()
+
+
+def _send(worker: ProcessWorker, message: Callable[[Task], Any], task: Task) -> None:
+    worker.send(message(task))
 
 
 def serve(do: Callable[[Any], Any]) -> None:
@@ -154,4 +212,4 @@ def serve(do: Callable[[Any], Any]) -> None:
         answer = do(tasks.get())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # between tasks, other processes may use the memory
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer, default=asdict), file=answers, flush=True)

@@ -9,15 +9,16 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedlens.errors import Elsewhere, UserError, bad_value, first_line, unknown
+from fedlens.config import Config
+from fedlens.errors import UserError, bad_value, unknown
 from fedlens.files import write_atomic
 from fedlens.overrides import from_file, to_config
 from fedlens.runs import digests
@@ -28,14 +29,13 @@ from fedlens.runs.store import CHECKPOINTS, CLIENTS_FOLDER, CONFIG_FILE, MODEL_F
 from fedlens.study.analyses import PlannedAnalysis, planned_analyses
 from fedlens.study.archive import run_names
 from fedlens.study.plan import Plan, PlanCell, PlannedRun, changed
-from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
+from fedlens.study.processes import INTERRUPTED, Failure, WorkerPool, attempt, locked, serve
 from fedlens.study.results import STUDY_FILE, StudyResult, read_study, run_folder
 from fedlens.study.tune import FAILED, LineSearch, line_searches, with_chosen_values
 from fedlens.training.run import execute
 
 log = logging.getLogger("fedlens")
 TUNING = "tuning: "  # prefix of the failures of cells whose search was interrupted
-INTERRUPTED = "interrupted: "  # prefix of the failures of runs whose process was killed: the next start continues them
 
 
 class Study:
@@ -45,7 +45,7 @@ class Study:
         self, plan: Plan, folder: Path, *, jobs: int = 1, retry: bool = False, tables: Sequence[str] = (), replace: bool = False
     ) -> None:
         """Read the state of a study. `tables`: run only these (none: all). `replace`: accept a folder with finished runs that the plan lacks."""
-        self.untuned, self.folder, self.jobs, self.replace = plan, folder, jobs, replace
+        self.untuned, self.folder, self.replace = plan, folder, replace
         if jobs < 1:
             raise bad_value("--jobs", jobs, ">= 1")
         self.pool = WorkerPool([sys.executable, "-m", "fedlens.study.runner"], jobs)
@@ -87,6 +87,15 @@ class Study:
         """Return the selected runs that are neither finished nor known to fail."""
         return [p for p in self.selected() if not self.finished(p) and p.name not in self.failures]
 
+    def listing(self) -> str:
+        """Return a line per selected run: its name, unless a value is to be tuned, its seed and its cell."""
+        untuned = {cell: search.spec.key for search in self.searches if search.next for cell in search.spec.cells}
+        lines = []
+        for planned in (p for p in self.plan.runs if p.cell.table in self.tables):
+            name = f"({untuned[planned.cell]} to be tuned)" if planned.cell in untuned else planned.name
+            lines.append(f"{name}  seed {planned.seed}  {planned.cell.table}: {planned.cell.label}")
+        return "\n".join(lines)
+
     def run(self) -> StudyResult:
         with locked(self.folder), closing(self.pool):
             if not self.replace and (lost := self.lost_runs()):
@@ -125,10 +134,11 @@ class Study:
             log.info("study %s on %s: %d runs, %d to do", self.plan.name, self.plan.place, total, len(todo))
             self._write_study_file()
             with progress_bar(self.plan.name, total, total - len(todo), lines=True) as bar:
-                for planned, error in self._execute(todo):
+                for planned, failure in self._execute(todo):
                     label = f"{planned.cell.label}, seed {planned.seed}"
-                    self._note(planned.name, label, error)
-                    if error is None:
+                    if failure:
+                        self._note(planned.name, label, failure.why)
+                    else:
                         shutil.rmtree(self.path(planned) / CHECKPOINTS, ignore_errors=True)
                     bar.advance(1, f"{label}{self._result_text(planned)}")
         self._analyse()
@@ -139,19 +149,17 @@ class Study:
         """Run trials until every selected cell has its value; keep their numbers and delete their weights.
 
         A failure of the device or the disk does not count against a value: its cell is skipped, and the next start tries it again."""
-        interrupted: dict[str, UserError] = {}  # trial -> reason
+        interrupted: dict[str, str] = {}  # trial -> reason
         self.failures = {name: why for name, why in self.failures.items() if not why.startswith(TUNING)}
         while active := [s for s in self.searches if s.next and s.spec.cell.table in self.tables and not _interruption(s, interrupted)]:
             trials = {(trial := s.spec.trial(k)).name: (trial, f"{s.spec.key} {s.spec.value(k):g}") for s in active for k in s.next}
             log.info("study %s: %d short runs to tune %d cells", self.plan.name, len(trials), len(active))
             with progress_bar("tuning", len(trials), lines=True) as bar:
-                for trial, error in self._execute([trial for trial, _ in trials.values()]):
-                    if error is None:
+                for trial, failure in self._execute([trial for trial, _ in trials.values()]):
+                    if failure is None:
                         remove_weights(self.path(trial))
-                    elif isinstance(error, Elsewhere):
-                        interrupted[trial.name] = error
                     else:
-                        self.failed_trials[trial.name] = str(error)
+                        (self.failed_trials if failure.cause == "values" else interrupted)[trial.name] = failure.why
                     self._apply_tuning()
                     self._write_study_file()
                     bar.advance(1, f"{trial.cell.label}, {trials[trial.name][1]}{self._result_text(trial)}")
@@ -175,11 +183,11 @@ class Study:
                 return f": {100 * summary[key]:.2f} % on {name}, {summary['seconds']:.0f} s"
         return ""
 
-    def _note(self, name: str, label: str, error: UserError | str | None) -> None:
-        if error is not None:
-            self.failures[name] = str(error)
-            log.error("%s: %s", label, error)
-            self._write_study_file()
+    def _note(self, name: str, label: str, why: str) -> None:
+        """Record the failure of a run or an analysis."""
+        self.failures[name] = why
+        log.error("%s: %s", label, why)
+        self._write_study_file()
 
     def _analyse(self) -> None:
         todo = [a for a in self.analyses if not (self.folder / a.file).is_file() and a.file not in self.failures]
@@ -190,7 +198,8 @@ class Study:
         with progress_bar("analyses", len(self.analyses), len(self.analyses) - len(measurable), lines=True) as bar:
             for analysis in measurable:
                 label = f"{analysis.title}, seed {analysis.seed}"
-                self._note(analysis.file, label, _attempt(self._measure, analysis))
+                if failure := attempt(self._measure, analysis):
+                    self._note(analysis.file, label, failure.why)
                 bar.advance(1, label)
 
     def _measure(self, analysis: PlannedAnalysis) -> None:
@@ -218,48 +227,25 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / STUDY_FILE, content)
 
-    def _execute(self, todo: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, UserError | None]]:
-        """Yield each run with its error, in the order of the plan. One job runs in this process, several in worker processes."""
-        if self.jobs == 1:
-            return ((planned, _attempt(self._execute_in, None, planned)) for planned in todo)
-        return self.pool.map(lambda worker, planned: _attempt(self._execute_in, worker, planned), todo)
+    def _execute(self, todo: Sequence[PlannedRun]) -> Iterator[tuple[PlannedRun, Failure | None]]:
+        """Yield each run with its failure, in the order of the plan."""
 
-    def _prepare(self, planned: PlannedRun) -> None:
-        planned.config.run.dir, planned.config.run.if_exists = str(self.path(planned)), "resume"
-        planned.config.run.progress = False
+        def config(planned: PlannedRun) -> Config:
+            return placed(planned.config, self.path(planned))
 
-    def _execute_in(self, worker: ProcessWorker | None, planned: PlannedRun) -> None:
-        self._prepare(planned)
-        if worker is None:
-            with quiet():
-                execute(planned.config)
-        elif failure := worker.do(asdict(planned.config)):
-            if failure["broken"]:
-                worker.retire()  # a failed device may fail for later runs of the same process too
-            raise (Elsewhere if failure["broken"] else UserError)(failure["error"])
+        return self.pool.outcomes(todo, lambda planned: _execute_quietly(config(planned)), lambda planned: asdict(config(planned)))
 
 
-def _interruption(search: LineSearch, interrupted: Mapping[str, UserError]) -> str | None:
+def _interruption(search: LineSearch, interrupted: Mapping[str, str]) -> str | None:
     """Return why this search cannot go on now, or None. `interrupted`: trial -> reason."""
     names = [search.spec.trial(k).name for k in search.next]
     return next((f"{TUNING}{interrupted[name]}" for name in names if name in interrupted), None)
 
 
-def _attempt(work: Callable[..., object], *arguments: Any) -> UserError | None:
-    """Do the work; return its error, or None. Elsewhere: a failure of the device or the disk, which a later attempt may not have.
-
-    The error is a new one without traceback, which would keep the run's model in memory."""
-    try:
-        work(*arguments)
-    except Killed as error:
-        return Elsewhere(f"{INTERRUPTED}{error}")
-    except (Elsewhere, ChildProcessError) as error:
-        return Elsewhere(str(error))
-    except UserError as error:
-        return UserError(str(error))
-    except (RuntimeError, OSError, MemoryError) as error:
-        return Elsewhere(f"{type(error).__name__}: {first_line(error)}")
-    return None
+def placed(config: Config, folder: Path) -> Config:
+    """Return the configuration of a run of a study or search: its folder, continued if it exists, and no progress bar of its own."""
+    run = replace(config.run, dir=str(folder), if_exists="resume", progress=False)
+    return replace(config, run=run)
 
 
 def remove_weights(run: Path) -> None:
@@ -306,11 +292,10 @@ def quiet() -> Iterator[None]:
             handler.setLevel(level)
 
 
-def _execute_task(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Execute one run in a worker process; return its error."""
-    error = _attempt(lambda: execute(to_config(OmegaConf.create(config))))
-    return None if error is None else {"error": str(error), "broken": isinstance(error, Elsewhere)}
+def _execute_quietly(config: Config) -> None:
+    with quiet():
+        execute(config)
 
 
 if __name__ == "__main__":
-    serve(_execute_task)
+    serve(lambda config: attempt(lambda: _execute_quietly(to_config(OmegaConf.create(config)))))

@@ -11,7 +11,7 @@ more trials it continues. A configuration that several trials share is trained o
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -20,16 +20,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedlens.config import Config
-from fedlens.errors import Elsewhere, UserError, first_line
+from fedlens.errors import Elsewhere, UserError, bad_value, first_line
 from fedlens.overrides import to_config
-from fedlens.runs.digests import Damaged
 from fedlens.runs.identity import identity
 from fedlens.runs.progress import progress_bar
-from fedlens.runs.store import is_finished, read_metrics, write_json
+from fedlens.runs.store import is_finished, read_metrics, read_summary, write_json
 from fedlens.seeding import key as keyed
-from fedlens.study.processes import Killed, ProcessWorker, WorkerPool, locked, serve
+from fedlens.study.processes import Failure, WorkerPool, attempt, locked, serve
 from fedlens.study.results import SEARCH_FILE, SearchResult, read_search
-from fedlens.study.runner import quiet, remove_weights
+from fedlens.study.runner import placed, quiet, remove_weights
 from fedlens.study.search_space import Dimension, Space, as_overrides
 from fedlens.training.run import execute
 
@@ -67,39 +66,37 @@ class PruningTracker:
         return
 
 
-def run_trial(trial: Any, config: Config, path: Path) -> dict[str, Any]:
-    """Run or resume a trial and delete its weights. Returns {state: complete | pruned | failed | stopped, value, why, broken}.
-
-    `broken`: the device or torch failed, and may fail for later trials of this process too."""
+def run_trial(trial: Any, config: Config) -> Failure | None:
+    """Run or resume a trial and delete its weights, unless the next start continues it. Return its failure, or None."""
+    path = Path(config.run.dir or "")
     tracker, finished = PruningTracker(trial, config), is_finished(path)
-    try:
-        for line in read_metrics(path):
-            tracker.log(line, line["step"], prune=not finished)
-        with quiet():
-            run = execute(config, watch=tracker)
-        outcome = {"state": "complete", "value": run.summary["val_accuracy"], "why": None}
-    except optuna().TrialPruned:  # worse than the median
-        outcome = {"state": "pruned", "value": max(tracker.accuracies.values()), "why": None}
-    except (Elsewhere, Damaged) as error:  # does not count against these values: the next start resumes the run
-        return {"state": "stopped", "value": None, "why": first_line(error)}
-    except (UserError, RuntimeError, MemoryError) as error:  # such as a loss that is not finite, or a device with too little memory
-        outcome = _failed(first_line(error), broken=not isinstance(error, UserError))
-    remove_weights(path)
-    return outcome
+
+    def watched() -> Failure | None:
+        try:
+            for line in read_metrics(path):
+                tracker.log(line, line["step"], prune=not finished)
+            with quiet():
+                execute(config, watch=tracker)
+        except optuna().TrialPruned:
+            return Failure("worse than the median", "pruned")
+        return None
+
+    failure = attempt(watched)
+    if failure is None or failure.cause != "elsewhere":
+        remove_weights(path)
+    return failure
 
 
 def _percent(accuracy: float) -> str:
     return f"{100 * accuracy:.2f} %"
 
 
-def _failed(why: str, broken: bool = False) -> dict[str, Any]:
-    return {"state": "failed", "value": None, "why": why, "broken": broken}
-
-
 class Search:
     """A search in its folder."""
 
     def __init__(self, space: Space, folder: Path, *, jobs: int = 1) -> None:
+        if jobs < 1:
+            raise bad_value("--jobs", jobs, ">= 1")
         self.space, self.folder, self.jobs = space, folder, jobs
         self.pool = WorkerPool([sys.executable, "-m", "fedlens.study.search"], jobs)
         self.optuna = optuna()
@@ -164,12 +161,13 @@ class Search:
         with progress_bar(self.space.name, max(total, done), done, lines=True) as bar:
             while done < total:
                 batch = [self._next_trial(done + i) for i in range(min(self.jobs, total - done) if done else 1)]  # the default runs alone
-                for trial, outcome in zip(batch, self._outcomes(batch), strict=True):
-                    if outcome["state"] == "stopped":
-                        raise Elsewhere(f"search: {outcome['why']}; the same command continues.")
-                    if done == 0 and outcome["state"] == "failed":
-                        raise UserError(f"search: the default configuration fails: {outcome['why']}")
-                    self._record(trial, outcome)
+                outcomes = list(self.pool.outcomes(batch, self._run_here, self._message))  # wait for all: a recorded trial may prune others
+                for trial, failure in outcomes:
+                    if failure and failure.cause == "elsewhere":
+                        raise Elsewhere(f"search: {failure.why}; the same command continues.")
+                    if failure and failure.cause != "pruned" and done == 0:
+                        raise UserError(f"search: the default configuration fails: {failure.why}")
+                    self._record(trial, failure)
                     done += 1
                 result = self._write()
                 value, default = (result.trials[i]["value"] for i in (result.best or 0, 0))
@@ -189,40 +187,28 @@ class Search:
             return kinds.IntDistribution(int(d.low), int(d.high), log=d.log, step=int(d.step or 1))
         return kinds.FloatDistribution(d.low, d.high, log=d.log, step=d.step)
 
-    def _outcomes(self, batch: Sequence[Any]) -> list[dict[str, Any]]:
-        """Run a batch of trials. Several run in worker processes, and the next batch waits for all, so that their timing has no effect."""
-        if len(batch) == 1:
-            return [self._outcome(None, batch[0])]
-        return [outcome for _, outcome in self.pool.map(self._outcome, batch)]
+    def _config(self, trial: Any) -> Config:
+        """Return a trial's configuration. Raise if its values are valid alone, but not together."""
+        config = self.space.configuration(self._params(trial))
+        config.run.keep_last = config.run.keep_best = 1
+        return placed(config, self.folder / "runs" / f"{config.experiment}-{identity(config)}")
 
-    def _outcome(self, worker: ProcessWorker | None, trial: Any) -> dict[str, Any]:
-        """Run one trial, in this process if there is no worker."""
-        try:
-            config = self.space.configuration(self._params(trial))
-        except UserError as error:  # values that are valid alone, but not together
-            return _failed(str(error))
-        path = self.folder / "runs" / f"{config.experiment}-{identity(config)}"
-        config.run.dir, config.run.if_exists = str(path), "resume"
-        config.run.progress, config.run.keep_last, config.run.keep_best = False, 1, 1
-        if worker is None:
-            return run_trial(trial, config, path)
-        try:
-            outcome: dict[str, Any] = worker.do([str(self.folder), trial._trial_id, asdict(config)])
-        except ChildProcessError as error:
-            return {**_failed(str(error)), "state": "stopped" if isinstance(error, Killed) else "failed"}
-        if outcome.get("broken"):
-            worker.retire()
-        return outcome
+    def _run_here(self, trial: Any) -> Failure | None:
+        return run_trial(trial, self._config(trial))
 
-    def _record(self, trial: Any, outcome: Mapping[str, Any]) -> None:
-        state, value = outcome["state"], outcome["value"]
-        if state == "complete":
+    def _message(self, trial: Any) -> list[Any]:
+        return [str(self.folder), trial._trial_id, asdict(self._config(trial))]
+
+    def _record(self, trial: Any, failure: Failure | None) -> None:
+        if failure is None:
+            value = read_summary(Path(self._config(trial).run.dir or ""))["val_accuracy"]
             self.study.tell(trial, value)
+            text = f"complete, validation accuracy {_percent(value)}"
         else:
-            if state == "failed":  # recorded as pruned, so that the sampler avoids these values
-                trial.set_user_attr("why", outcome["why"])
+            if failure.cause != "pruned":  # a failed trial is stored as pruned, so that the sampler avoids its values
+                trial.set_user_attr("why", failure.why)
             self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
-        text = f"failed: {outcome['why']}" if value is None else f"{state}, validation accuracy {_percent(value)}"
+            text = f"pruned: {failure.why}" if failure.cause == "pruned" else f"failed: {failure.why}"
         log.info("trial %d (%s) %s", len(self.finished()) - 1, " ".join(as_overrides(self._params(trial))), text)
 
     # --- results
@@ -278,11 +264,10 @@ def _address(file: Path) -> str:
     return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
-def _run_trial_task(task: list[Any]) -> dict[str, Any]:
+def _run_trial_task(message: list[Any]) -> Failure | None:
     """Run one trial in a worker process."""
-    folder, trial, plain = task
-    config = to_config(OmegaConf.create(plain))
-    return run_trial(optuna().trial.Trial(open_study(Path(folder)), trial), config, Path(config.run.dir or ""))
+    folder, trial, config = message
+    return run_trial(optuna().trial.Trial(open_study(Path(folder)), trial), to_config(OmegaConf.create(config)))
 
 
 if __name__ == "__main__":

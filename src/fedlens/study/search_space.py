@@ -14,9 +14,8 @@
 The default configuration is the first trial, so the space must contain it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import NoneType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -25,9 +24,27 @@ from omegaconf.errors import OmegaConfBaseException
 from fedlens.config import Config, keys, known_keys, value_of
 from fedlens.errors import UserError, bad_value, first_line, unknown
 from fedlens.overrides import compose, normalise, to_config
-from fedlens.study.yaml_files import check_keys, override_list, override_text, read_yaml, whole_number, yaml_path
+from fedlens.study import yaml_files
+from fedlens.study.yaml_files import MAPPING, OVERRIDES, REQUIRED, TEXT, Field, Place, is_number, override_text, read_fields, whole
 
-SPACE_KEYS = {"question", "where", "set", "space", "trials", "seed", "pruning"}
+
+def _are_choices(values: Any) -> bool:
+    single = isinstance(values, list) and all(value is None or isinstance(value, int | float | str) for value in values)
+    return single and 0 < len({str(value) for value in values}) == len(values)
+
+
+SPACE = {
+    "question": TEXT,
+    "where": Field(),
+    "set": OVERRIDES,
+    "space": MAPPING,
+    "trials": whole(1, 20),
+    "seed": whole(0, 0),
+    "pruning": MAPPING,
+}
+PRUNING = {"warmup": whole(0, 1), "startup": whole(1, 5)}
+NUMBER, WHOLE_NUMBER = Field(REQUIRED, "a number", is_number), Field(REQUIRED, "a whole number", lambda value: type(value) is int)
+CHOICES = {"choices": Field(REQUIRED, "a list of different single values, without low and high", _are_choices)}
 # Not searched: experiment and model.name set other keys too, and all trials must share one validation set.
 FIXED = {"experiment", "model.name", "seed", "device", "data.name", "data.root", "data.download", "data.val_fraction", "train.test"}
 
@@ -74,48 +91,35 @@ class Space:
 
 def read_space(name: str, *, place: str | None = None, trials: int | None = None, overrides: Sequence[str] = ()) -> Space:
     """Read a space by name or path. Keys that `overrides` set are not searched."""
-    path = yaml_path("search", name)
-    content = check_keys(read_yaml("search", path), SPACE_KEYS, f"search: {path.stem}")
-    places = check_keys(content.get("where") or {"here": []}, None, "where")
-    place = place or next(iter(places))
-    if place not in places:
-        raise unknown("--on", place, places)
+    path = yaml_files.yaml_path("search", name)
+    content, where = yaml_files.read_yaml("search", path), f"search: {path.stem}"
+    fields = read_fields(content, SPACE, where, trials=trials)
+    at = yaml_files.read_place(content, place, "search")
+    pruning = read_fields(fields["pruning"], PRUNING, f"{where}: pruning")
     for text in overrides:
         if text.startswith(("run.dir=", "run.if_exists=", "run.trackers=")):
             raise UserError(f"search: leave out {text!r}: trials have folders of their own and no trackers.")
-    experiment = [*override_list(places[place], f"where {place}"), *override_list(content.get("set"), "set"), *map(str, overrides)]
+    experiment = [*map(str, [*at.overrides, *fields["set"], *overrides])]
     base = compose([*experiment, "train.test=false"])
     if base.data.val_fraction == 0:
         raise bad_value("data.val_fraction", base.data.val_fraction, "> 0, because a search decides on a validation set")
     overridden = {text.split("=")[0] for text in normalise(overrides)}
-    entries = {key: entry for key, entry in check_keys(content.get("space") or {}, None, "space").items() if key not in overridden}
-    dimensions = [_dimension(str(key), entry, place, places, base) for key, entry in entries.items()]
+    dimensions = [_dimension(str(key), entry, at, base) for key, entry in fields["space"].items() if key not in overridden]
     if not dimensions:
         raise UserError(f"space: {path} has nothing to search; add key: {{low, high, log or step}} or key: {{choices: […]}}.")
-    pruning = check_keys(content.get("pruning") or {}, {"warmup", "startup"}, "pruning")
-    return Space(
-        path.stem,
-        str(content.get("question", "")),
-        place,
-        experiment,
-        base,
-        dimensions,
-        whole_number(content.get("trials", 20) if trials is None else trials, "trials", 1),
-        whole_number(content.get("seed", 0), "seed", 0),
-        whole_number(pruning.get("warmup", 1), "pruning.warmup", 0),
-        whole_number(pruning.get("startup", 5), "pruning.startup", 1),
-    )
+    numbers = {"trials": fields["trials"], "seed": fields["seed"], **pruning}
+    return Space(path.stem, str(fields["question"]), at.name, experiment, base, dimensions, **numbers)
 
 
-def _dimension(key: str, entry: Any, place: str, places: Collection[str], base: Config) -> Dimension:
+def _dimension(key: str, entry: Any, place: Place, base: Config) -> Dimension:
     if key not in known_keys():
         raise unknown("space: key", key, known_keys())
     if key in FIXED or key.startswith("run.") or key not in keys() or keys()[key].kind not in (int, float, bool, str):
         raise UserError(f"space: {key} cannot be searched; choose a key with a single value that leaves data and validation as they are.")
-    if isinstance(entry, Mapping) and entry and set(entry) <= set(places):
-        entry = entry.get(place, {})
-    entry = check_keys(entry, {"low", "high", "log", "step", "choices"}, f"space: {key}")
-    dimension = (_choices if "choices" in entry else _range)(key, entry, value_of(base, key), keys()[key].kind)
+    entry = place.pick(entry, f"space: {key}", mapping=True)
+    dimension = (_choices if isinstance(entry, Mapping) and "choices" in entry else _range)(
+        key, entry, value_of(base, key), keys()[key].kind
+    )
     for value in dimension.choices or (dimension.low, dimension.high):
         _changed(base, {key: value})  # raises if the configuration does not allow it
     return dimension
@@ -131,34 +135,30 @@ def _changed(base: Config, params: Mapping[str, Any]) -> Config:
     return to_config(config)
 
 
-def _choices(key: str, entry: Mapping[str, Any], default: Any, kind: type) -> Dimension:
-    values, where = entry["choices"], f"space: {key}: choices"
-    single = isinstance(values, list) and all(isinstance(value, int | float | str | NoneType) for value in values)
-    if not single or not values or len(entry) > 1 or len({str(value) for value in values}) < len(values):
-        raise bad_value(where, values, "a list of different single values, without low and high")
+def _choices(key: str, entry: Any, default: Any, kind: type) -> Dimension:
+    values = read_fields(entry, CHOICES, f"space: {key}")["choices"]
     if default not in values:
-        raise bad_value(where, values, f"a list with the default, {default!r}, which is the first trial")
+        raise bad_value(f"space: {key}: choices", values, f"a list with the default, {default!r}, which is the first trial")
     return Dimension(key, default, choices=tuple(float(value) if kind is float and type(value) is int else value for value in values))
 
 
-def _range(key: str, entry: Mapping[str, Any], default: Any, kind: type) -> Dimension:
+def _range(key: str, entry: Any, default: Any, kind: type) -> Dimension:
     if kind not in (int, float):
-        raise bad_value(f"space: {key}", dict(entry), "{choices: […]}, because it is not a number")
-    for name in ("low", "high", *(("step",) if "step" in entry else ())):
-        value = entry.get(name)
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)) or not abs(value) < float("inf"):
-            raise bad_value(f"space: {key}: {name}", value, "a whole number" if kind is int else "a number")
-    low, high, step, log = entry["low"], entry["high"], entry.get("step"), entry.get("log")
+        raise bad_value(f"space: {key}", entry, "{choices: […]}, because it is not a number")
+    number = WHOLE_NUMBER if kind is int else NUMBER
+    log_scale = Field(False, "true or false", lambda value: isinstance(value, bool))
+    fields = {"low": number, "high": number, "step": replace(number, default=None), "log": log_scale}
+    low, high, step, log = read_fields(entry, fields, f"space: {key}").values()
     if not low < high:
         raise bad_value(f"space: {key}: low", low, f"< high ({high!r})")
-    if log not in (None, True, False) or (log and low <= 0) or (log and step is not None):
-        raise bad_value(f"space: {key}: log", log, "true or false; true needs low > 0 and no step")
+    if log and (low <= 0 or step is not None):
+        raise bad_value(f"space: {key}: log", log, "false, or low > 0 and no step")
     if step is not None and (step <= 0 or not _on_grid(high, low, step)):
         raise bad_value(f"space: {key}: step", step, "> 0 and divide high - low")
     if default is None or not low <= default <= high or (step is not None and not _on_grid(default, low, step)):
         grid = "" if step is None else f" in steps of {step}"
         raise UserError(f"space: {key}: its default, {default!r}, is not in {low} to {high}{grid}; widen the range: it is the first trial.")
-    return Dimension(key, default, low, high, step, bool(log), kind is int)
+    return Dimension(key, default, low, high, step, log, kind is int)
 
 
 def _on_grid(value: float, low: float, step: float) -> bool:
