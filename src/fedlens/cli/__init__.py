@@ -1,4 +1,4 @@
-"""The command line. parser.py declares the commands; the other modules have a function for each, which takes its arguments by name.
+"""The command line. arguments.py declares the commands; the other modules have a function for each, which takes its arguments by name.
 
 An error that the user can fix is one line on stderr and exit status 2.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from fedlens.cli.parser import parser as parser
+from fedlens.cli.arguments import parser as parser
 from fedlens.errors import OneLine, UserError, check_utf8, system_errors
 
 log = logging.getLogger("fedlens")
