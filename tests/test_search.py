@@ -331,8 +331,8 @@ def test_a_worker_whose_device_failed_gets_no_other_trial(tmp_path: Path, monkey
     search = Search(small_space(HOPELESS, trials=1), tmp_path / "s", jobs=2)
     monkeypatch.setattr(ProcessWorker, "retire", lambda self: retired.append(self.place))
     for cause in ("values", "device"):
-        monkeypatch.setattr(ProcessWorker, "do", lambda self, task, cause=cause: {"why": "CUDA error", "cause": cause})
-        assert search.pool.workers[0].answer([]) == Failure("CUDA error", cause)
+        monkeypatch.setattr(ProcessWorker, "receive", lambda self, cause=cause: {"why": "CUDA error", "cause": cause})
+        assert search.pool.workers[0].failure() == Failure("CUDA error", cause)
         assert retired == [0] * (cause == "device")
 
 
