@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedlens.report.answers import best_trial
 from fedlens.report.content import report as contents
 from fedlens.report.markdown import markdown
 from fedlens.report.write import write_report
@@ -49,7 +50,7 @@ def search(name: str, overrides: Sequence[str], on: str | None, trials: int | No
     space = read_space(name, place=on, trials=trials, overrides=overrides)
     folder = Path(out or f"searches/{space.name}-{space.place}")
     result = Search(space, folder, jobs=jobs).run()
-    best = next(trial for trial in result.trials if trial["number"] == result.best)
+    best = best_trial(result) or result.default
     print(markdown(contents(Gathered([], [result]))))
     print("the best of many trials is biased upwards, so check it with other seeds:")
     print(f"  fedlens run {shlex.join([*result.experiment, *as_overrides(best['params'])])} seed=1")
@@ -65,6 +66,5 @@ def report(paths: Sequence[str], out: str, title: str | None, figures: bool, pap
 
 def keep(paths: Sequence[str], out: str) -> int:
     """Archive studies and searches."""
-    for archived in archive([Path(path) for path in paths], Path(out)):
-        print(archived.text())
+    print("\n".join(archive([Path(path) for path in paths], Path(out))))
     return 0

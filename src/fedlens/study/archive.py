@@ -9,7 +9,6 @@ Archiving another part of the same study, such as from another machine, merges t
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +35,13 @@ Metadata = dict[str, Any]  # the content of study.json, or a part of it
 FILES = ("config.yaml", "environment.json", "metrics.jsonl", "partition.json", "summary.json")
 
 
-@dataclass
-class ArchiveReport:
-    """The outcome of archiving one study or search."""
-
-    folder: Path
-    added: int = 0
-    present: int = 0  # runs that were already in the archive
-    unfinished: int = 0
-    unplanned: list[str] = field(default_factory=list)  # runs in the archive that are not in the plan
-    replaced: list[str] = field(default_factory=list)  # cells that had finished runs of another configuration
-    others: list[str] = field(default_factory=list)  # cells in the archive that the plan lacks
-
-    def text(self) -> str:
-        parts = [f"{self.folder}: {self.added} runs added"]
-        parts += [f"{self.present} were already there"] if self.present else []
-        parts += [f"{self.unfinished} planned runs are not finished"] if self.unfinished else []
-        parts += [f"cells with another configuration than before: {', '.join(self.replaced)}"] if self.replaced else []
-        parts += [f"cells that only the archive has: {', '.join(self.others)}"] if self.others else []
-        parts += [f"not in the plan: {', '.join(self.unplanned)}"] if self.unplanned else []
-        return "; ".join(parts)
-
-
-def archive(sources: Sequence[Path], out: Path) -> list[ArchiveReport]:
-    """Archive every study and search in `sources`, each in a folder of its name in `out`."""
-    targets = _targets(sources, out)
-    return [(_archive_study if (source / STUDY_FILE).is_file() else _archive_search)(source, target) for target, source in targets.items()]
+def archive(sources: Sequence[Path], out: Path) -> list[str]:
+    """Archive every study and search in `sources`, each in a folder of its name in `out`. Return a line of text for each."""
+    lines = []
+    for target, source in _targets(sources, out).items():
+        outcome = (_archive_study if (source / STUDY_FILE).is_file() else _archive_search)(source, target)
+        lines.append(f"{target}: {'; '.join(outcome)}")
+    return lines
 
 
 def _targets(sources: Sequence[Path], out: Path) -> dict[Path, Path]:
@@ -86,44 +66,45 @@ def _targets(sources: Sequence[Path], out: Path) -> dict[Path, Path]:
     return targets
 
 
-def _archive_search(source: Path, out: Path) -> ArchiveReport:
+def _archive_search(source: Path, out: Path) -> list[str]:
     read_search(source)  # raises if it is not a search
     _write(out, SEARCH_FILE, below(source, SEARCH_FILE, "keep").read_bytes())
-    return ArchiveReport(out)
+    return ["0 runs added"]
 
 
-def _archive_study(source: Path, out: Path) -> ArchiveReport:
+def _archive_study(source: Path, out: Path) -> list[str]:
+    """Archive a study, merged with the part that is there. Return what was added, and what a reader should know."""
     new, old = _read_metadata(source), _read_metadata(out) if (out / STUDY_FILE).is_file() else None
     if old is not None and (old["name"], old["place"]) != (new["name"], new["place"]):
         ours, theirs = (f"{study['name']!r} on {study['place']}" for study in (old, new))
         raise UserError(f"keep: {out} holds the study {ours}, but {source} is {theirs}; choose another --out.")
-    report = _copy_runs(new, source, out)
+    outcome = _copy_runs(new, source, out)
     for analysis in new["analyses"]:
         if (file := analysis_file(source, analysis)).is_file():
             _write(out, analysis["file"], file.read_bytes())
-    whole = new
-    if old is not None:
-        whole = merged(old, new, out)
-        report.replaced = [cell["label"] for cell in _replaced_cells(old, whole, out)]
-        report.others = sorted(_labels(whole) - _labels(new))
+    whole = new if old is None else merged(old, new, out)
     _write(out, STUDY_FILE, (json.dumps(whole, indent=1) + "\n").encode())
-    report.unplanned = sorted({path.name for path in (out / "runs").glob("*")} - set(run_names(whole)))
-    return report
+    names = {
+        "cells with another configuration than before": [cell["label"] for cell in _replaced_cells(old or new, whole, out)],
+        "cells that only the archive has": sorted(_labels(whole) - _labels(new)),
+        "not in the plan": sorted({path.name for path in (out / "runs").glob("*")} - set(run_names(whole))),
+    }
+    return outcome + [f"{fact}: {', '.join(listed)}" for fact, listed in names.items() if listed]
 
 
-def _copy_runs(study: Metadata, source: Path, out: Path) -> ArchiveReport:
-    """Copy the finished runs of a study; those already in the archive stay as they are."""
-    report = ArchiveReport(out)
+def _copy_runs(study: Metadata, source: Path, out: Path) -> list[str]:
+    """Copy the finished runs of a study, and return how many; those already in the archive stay as they are."""
+    counts = {"runs added": 0, "were already there": 0, "planned runs are not finished": 0}
     for name in sorted(set(run_names(study))):
         run = run_folder(source, name)
         if is_finished(run_folder(out, name)):
-            report.present += 1
+            counts["were already there"] += 1
         elif has_summary(run):
             _copy_run(run, out, name)
-            report.added += 1
+            counts["runs added"] += 1
         elif name not in study.get("unfit", {}):
-            report.unfinished += 1
-    return report
+            counts["planned runs are not finished"] += 1
+    return [f"{count} {fact}" for fact, count in counts.items() if count or fact == "runs added"]
 
 
 def _copy_run(run: Path, out: Path, name: str) -> None:
