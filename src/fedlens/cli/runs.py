@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,21 +109,22 @@ def resume(run: str) -> int:
 
 def check(paths: Sequence[str]) -> int:
     """Verify every file of runs and studies."""
-    damage, counts = list[str](), {"intact": 0, "damaged": 0, "without digests, as version 0.2 wrote them": 0}
+    damage, kinds = list[str](), list[str]()
     for path in map(Path, paths):
         for run in runs_below(path):
             lines = [f"{run}: {line}" for line in problems(run)]
             damage += lines
             undamaged = "intact" if (run / digests.FILE).is_file() else "without digests, as version 0.2 wrote them"
-            counts["damaged" if lines else undamaged] += 1
+            kinds.append("damaged" if lines else undamaged)
         for study in path.rglob(STUDY_FILE):
             try:
                 read_study(study.parent)
             except UserError as error:
                 damage.append(str(error))
-    if not sum(counts.values()):
+    if not kinds:
         raise UserError(f"check: no run in {', '.join(paths)}.")
-    print("\n".join([*damage, f"{sum(counts.values())} runs: " + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)]))
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
+    print("\n".join([*damage, f"{len(kinds)} runs: {counts}"]))
     return 2 if damage else 0
 
 
