@@ -7,11 +7,13 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 from fedlens.study.statistics import Summary
 
 NO_VALUE = "–"
+UNITS = ("B", "kB", "MB", "GB", "TB")
 # An absolute path of any system; its last part may be shown.
 PATH = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\'\",;:()]+[/\\])+([^\s/\\'\",;:()]*)")
 
@@ -148,15 +150,18 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].strip("-") or "x"
 
 
-def unique(names: Sequence[str]) -> list[str]:
+def numbered(names: Iterable[str], form: str) -> list[str]:
+    """Return different names: from the second of a kind on, `form` with the name and its number."""
+    result: list[str] = []
+    for name in names:
+        options = chain([name], (form.format(name, number) for number in count(2)))
+        result.append(next(option for option in options if option not in result))
+    return result
+
+
+def unique(names: Iterable[str]) -> list[str]:
     """Return different slugs: the second of a kind ends in -2."""
-    slugs: list[str] = []
-    for name in map(slug, names):
-        number, own = 2, name
-        while own in slugs:
-            number, own = number + 1, f"{name}-{number}"
-        slugs.append(own)
-    return slugs
+    return numbered(map(slug, names), "{}-{}")
 
 
 # --- numbers
@@ -166,13 +171,12 @@ def percent(value: float, digits: int = 2) -> str:
     return f"{100 * value:z.{digits}f}"
 
 
-def size(count: float) -> str:
+def size(number: float) -> str:
     """Return a number of bytes in a readable unit: 12.3 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    raise AssertionError
+    power = 0
+    while abs(number) >= 999.5 and power < len(UNITS) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {UNITS[power]}" if power else f"{number:.0f} B"
 
 
 def p_value(p: float | None) -> str:

@@ -4,6 +4,7 @@ Every function returns None where the results have nothing to draw. Accuracies a
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 from fedlens.lens.mask import Mask
 from fedlens.report import vega
 from fedlens.report.answers import diverged
-from fedlens.report.blocks import Chart, clean, counts, label, slug
+from fedlens.report.blocks import UNITS, Chart, clean, counts, label, slug
 from fedlens.report.over_seeds import GEOMETRY, LENGTH, grid_text, label_of, layout, mask_shares
-from fedlens.report.vega import PERCENT, Heat, Series, Spec, Style, heat_chart, line_chart
+from fedlens.report.vega import PERCENT, Heat, Levels, Series, Spec, Style, heat_chart, line_chart
 from fedlens.study.results import Analysis, CellResult, RunResult, SearchResult, StudyResult, TableResult, Tuned
 from fedlens.study.statistics import Summary, summarise
 
@@ -25,6 +26,7 @@ PARTS = {"train": "Training", "val": "Validation", "test": "Test"}
 METRICS = {f"{part}_{what}": f"{name} {what}" for part, name in PARTS.items() for what in ("loss", "accuracy")}
 ACCURACY, TEST, VALIDATION = Style(bounds=PERCENT), "test accuracy (%)", "validation accuracy (%)"
 Curve = list[tuple[float, Summary]]
+Head = tuple[str, str, str]  # key, title, kind
 
 
 # --- tables
@@ -65,22 +67,28 @@ def scores(table: TableResult, key: str) -> Chart | None:
 
 def curves(table: TableResult, key: str) -> list[Chart]:
     """Draw loss and accuracy on training, validation and test images by round and by epoch, whichever the runs recorded."""
-    charts = (_curve(table, key, unit, metric) for metric in METRICS for unit in ("round", "epoch"))
-    return [chart for chart in charts if chart]
+    return [chart for metric in METRICS for unit in ("round", "epoch") if (chart := _curve(table, key, unit, metric))]
 
 
 def _curve(table: TableResult, key: str, unit: str, metric: str) -> Chart | None:
-    title, (scale, unit_text) = METRICS[metric], (100, " (%)") if metric.endswith("accuracy") else (1, "")
-    cells = list(map(_trained, table.cells))
+    title, cells, in_percent = METRICS[metric], list(map(_trained, table.cells)), metric.endswith("accuracy")
+    scale, style = (100, ACCURACY) if in_percent else (1, Style())
     lines = [(cell, points) for cell in cells if (points := _with_start(cell, unit, metric)) and points[-1][0] > 0]
-    if not any(len(points) > 1 for _, points in lines):
-        return None
     still = [c for c in cells if not any(line.get("round") or line.get("epoch") for run in c.runs.values() for line in run.metrics)]
     levels = {label(c.label): scale * s.mean for c in still if (s := c.summary(metric))}
-    caption = f"{clean(table.name)}: {title.lower()} by {unit}; {_spread(lines)}{_lost(table)}"
-    style = ACCURACY if scale == 100 else Style()
-    series = [_series(table, cell, points, scale) for cell, points in lines]
-    return line_chart(f"{key}-{slug(metric)}-{unit}", title, caption, series, unit, title.lower() + unit_text, style, metric, levels)
+    series, what = [_series(table, *each, scale) for each in lines], title.lower()
+    head = (f"{key}-{slug(metric)}-{unit}", title, metric)
+    return _lines(table, head, f"{what} by {unit}", series, unit, what + " (%)" * in_percent, style, levels)
+
+
+def _lines(
+    table: TableResult, head: Head, what: str, series: Sequence[Series], x: str, y: str, style: Style, levels: Levels = None
+) -> Chart | None:
+    """Draw what a table's cells recorded along the way; None if nobody has two points. `head`: key, title and kind."""
+    if not any(len(each.points) > 1 for each in series):
+        return None
+    key, title, kind = head
+    return line_chart(key, title, f"{clean(table.name)}: {what}; {_spread(series)}.{_lost(table)}", series, x, y, style, kind, levels)
 
 
 def _trained(cell: CellResult) -> CellResult:
@@ -92,9 +100,13 @@ def _lost(table: TableResult, opening: str = " Left out, as they diverged") -> s
     return f"{opening}: {'; '.join(lost[:NAMED])}{f'; {len(lost) - NAMED} more' if len(lost) > NAMED else ''}." if lost else ""
 
 
-def _spread(lines: Sequence[tuple[CellResult, Curve]]) -> str:
-    ns = [points[0][1].n for _, points in lines]
-    return f"mean over seeds ({counts(ns)}){', bands: 95 % t interval' if max(ns) > 1 and len(ns) <= 6 else ''}."
+def _spread(series: Sequence[Series]) -> str:
+    """Return what a caption says about seeds."""
+    ns = [getattr(value, "n", 1) for each in series for _, value in each.points[:1]]
+    if max(ns) == 1:
+        return "one seed (n = 1)"
+    fullest = max(Counter(each.panel for each in series).values())
+    return f"mean over seeds ({counts(ns)}){', bands: 95 % t interval' if fullest <= vega.BANDED else ''}"
 
 
 def _with_start(cell: CellResult, unit: str, metric: str) -> Curve:
@@ -102,9 +114,7 @@ def _with_start(cell: CellResult, unit: str, metric: str) -> Curve:
     points = cell.mean_curve(unit, metric, POINTS)
     scored = [{**(run.summary.get("ridge") or {}), **(run.summary.get("start") or {})}.get(metric) for run in cell.runs.values()]
     known = [float(score) for score in scored if score is not None]
-    if points and points[0][0] > 0 and len(known) == len(scored):
-        points = [(0.0, summarise(known)), *points]
-    return points
+    return [(0.0, summarise(known)), *points] if points and points[0][0] > 0 and len(known) == len(scored) else points
 
 
 def _series(table: TableResult, cell: CellResult, points: Curve, scale: float = 1) -> Series:
@@ -120,31 +130,22 @@ def traffic(table: TableResult, key: str) -> Chart | None:
     lines = []
     for cell in map(_trained, table.cells):
         sent = {at: s.mean for at, s in cell.mean_curve("round", "bytes_up")}
-        points = [(sent[at], y) for at, y in cell.mean_curve("round", "val_accuracy") if sent.get(at, 0) > 0]
-        lines += [(cell, points)] if points else []
-    if not any(len(points) > 1 for _, points in lines):
-        return None
-    power = min(4, int(math.log10(max(x for _, points in lines for x, _ in points)) // 3))
-    unit = ("B", "kB", "MB", "GB", "TB")[power]
-    series = [_series(table, cell, [(x / 1000**power, y) for x, y in points], 100) for cell, points in lines]
-    caption = (
-        f"{clean(table.name)}: validation accuracy against the {unit} that all clients sent (logarithmic); {_spread(lines)}{_lost(table)}"
-    )
-    style = replace(ACCURACY, log=True)
-    return line_chart(key, "Accuracy by bytes sent", caption, series, f"sent by all clients ({unit})", VALIDATION, style, kind="traffic")
+        lines.append((cell, [(sent[at], y) for at, y in cell.mean_curve("round", "val_accuracy") if sent.get(at, 0) > 0]))
+    power = min(len(UNITS) - 1, int(math.log10(max((x for _, points in lines for x, _ in points), default=1)) // 3))
+    series = [_series(table, cell, [(x / 1000**power, y) for x, y in points], 100) for cell, points in lines if points]
+    what = f"validation accuracy against the {UNITS[power]} that all clients sent (logarithmic)"
+    head = (key, "Accuracy by bytes sent", "traffic")
+    return _lines(table, head, what, series, f"sent by all clients ({UNITS[power]})", VALIDATION, replace(ACCURACY, log=True))
 
 
 def drift(table: TableResult, key: str) -> Chart | None:
     """Draw the geometry of the clients' updates by round: a panel per measure."""
-    cells = list(map(_trained, table.cells))
-    measured = [(cell, name, cell.mean_curve("round", measure, POINTS)) for measure, name in GEOMETRY.items() for cell in cells]
-    lines = [(cell, name, points) for cell, name, points in measured if points]
-    if not any(len(points) > 1 for *_, points in lines):
-        return None
-    series = [Series(label(cell.label), points, panel=name) for cell, name, points in lines]
-    spread = _spread([(cell, points) for cell, name, points in lines if name == lines[0][1]])
-    caption = f"{clean(table.name)}: geometry of the clients' updates by round; {spread}{_lost(table)}"
-    return line_chart(key, "Client drift", caption, series, "round", "", Style(share=False), kind="drift")
+    measured = [
+        (cell, name, cell.mean_curve("round", measure, POINTS)) for measure, name in GEOMETRY.items() for cell in map(_trained, table.cells)
+    ]
+    series = [Series(label(cell.label), points, panel=name) for cell, name, points in measured if points]
+    head = (key, "Client drift", "drift")
+    return _lines(table, head, "geometry of the clients' updates by round", series, "round", "", Style(share=False))
 
 
 def lengths(table: TableResult, key: str) -> Chart | None:
@@ -165,15 +166,22 @@ def grid_map(table: TableResult, key: str) -> Chart | None:
     """Draw a table of two dimensions as shades: mean test accuracy ± half of its interval."""
     grid = layout(table)
     cells = [[c.summary("test_accuracy") if (c := grid.at(case, v)) else None for v in grid.values] for case in grid.cases] if grid else []
-    n = [s.n for row in cells for s in row if s]
-    if not grid or not n:
+    if not grid or not any(map(any, cells)):
         return None
-    half = {id(s): f"\n± {100 * (s.high - s.mean):.1f}" for row in cells for s in row if s and s.sd and s.high is not None}
-    texts = [[f"{100 * s.mean:.1f}{half.get(id(s), '')}" if s else "" for s in row] for row in cells]
-    values = [[100 * s.mean if s else None for s in row] for row in cells]
+    texts = [[_with_half(summary) for summary in row] for row in cells]
+    values = [[100 * summary.mean if summary else None for summary in row] for row in cells]
     heat = Heat(values, list(map(label, grid.cases)), list(map(grid_text, grid.values)), texts=texts)
-    caption = f"{clean(table.name)}: mean test accuracy (%) over seeds ({counts(n)}), ± half of its 95 % t interval."
+    n = counts(summary.n for row in cells for summary in row if summary)
+    caption = f"{clean(table.name)}: mean test accuracy (%) over seeds ({n}), ± half of its 95 % t interval."
     return heat_chart(key, "Test accuracy", caption, [heat], ("", grid.key.rsplit(".", 1)[-1], TEST), kind="map")
+
+
+def _with_half(summary: Summary | None) -> str:
+    """Return a mean in percent, below it half of its interval."""
+    if summary is None:
+        return ""
+    half = f"\n± {100 * (summary.high - summary.mean):.1f}" if summary.sd and summary.high is not None else ""
+    return f"{100 * summary.mean:.1f}{half}"
 
 
 def tried(tuned: Sequence[Tuned], key: str) -> Chart | None:
@@ -183,9 +191,7 @@ def tried(tuned: Sequence[Tuned], key: str) -> Chart | None:
     if not lines:
         return None
     keys, last = list(dict.fromkeys(each.key for each, _ in lines)), "nothing was tried beyond the chosen value"
-    series = [
-        Series(label(e.label), points, e.value, e.key if len(keys) > 1 else "", 100, last if e.at_an_end else "") for e, points in lines
-    ]
+    series = [Series(label(e.label), at, e.value, e.key if len(keys) > 1 else "", 100, last if e.at_an_end else "") for e, at in lines]
     bounds, _ = _frame([100 * score for _, points in lines for _, score in points])
     caption = f"{clean(tuned[0].table)}: values tried in short runs (n = 1 each); rings: chosen on validation."
     if ends := [label(each.label) for each, _ in lines if each.at_an_end]:
@@ -277,13 +283,8 @@ def along(groups: Sequence[Sequence[Analysis]], kind: str, key: str) -> Chart | 
     if kind == "sweep":
         what, x = "along the task vector", "α of θ₀ + α·τ"
     rings = "with the highest mean" if max(map(len, groups)) > 1 else "chosen on validation"
-    caption = f"Validation accuracy {what}; {_seeds(groups)}; rings: α {rings}."
+    caption = f"Validation accuracy {what}; {_spread(series)}; rings: α {rings}."
     return line_chart(key, f"Accuracy {what}", caption, series, x, VALIDATION, ACCURACY, kind)
-
-
-def _seeds(groups: Sequence[Sequence[Analysis]]) -> str:
-    n = max(map(len, groups))
-    return f"mean over seeds ({counts(map(len, groups))}), bands: 95 % t interval" if n > 1 else "one seed (n = 1)"
 
 
 def _over_seeds(name: str, found: Sequence[Mapping[str, Any]], metric: str, panel: str = "") -> Series:
@@ -326,7 +327,7 @@ def forgetting(group: Sequence[Analysis], key: str) -> Chart | None:
         return None
     opening = "on the classes of the client whose update is subtracted α times, and on all others"
     rings = "; rings: α chosen on validation" if len(group) == 1 else ""
-    caption = f"{label(label_of(group[0]))}: validation accuracy {opening}; {_seeds([group])}{rings}."
+    caption = f"{label(label_of(group[0]))}: validation accuracy {opening}; {_spread(series)}{rings}."
     style = replace(ACCURACY, share=False)
     return line_chart(key, "Forgetting a client", caption, series, "α subtracted", VALIDATION, style, "forget")
 
@@ -338,12 +339,11 @@ def forgotten_cost(groups: Sequence[Sequence[Analysis]], key: str) -> Chart | No
         points = {float(p["alpha"]): p for p in sorted(client["points"], key=lambda p: float(p["alpha"]))}
         start = next(iter(points.values()))["val_control"]
         line = {alpha: (100 * (start - p["val_control"]), 100 * p["val_target"]) for alpha, p in points.items()}
-        name, note, chosen = (
-            label(analysis.labels[0]),
-            f"client {client['client']}, seed {analysis.seed}",
-            line[float(client["after"]["alpha"])],
-        )
-        series += [Series(name, list(line.values()), note=note), Series(name, [chosen], chosen[0], note=note)]
+        chosen, note = line[float(client["after"]["alpha"])], f"client {client['client']}, seed {analysis.seed}"
+        series += [
+            Series(label(analysis.labels[0]), points, ring, note=note)
+            for points, ring in ((list(line.values()), None), ([chosen], chosen[0]))
+        ]
     if len({each.label for each in series}) < 2:
         return None
     caption = (

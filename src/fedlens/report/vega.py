@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedlens.files import write_atomic
-from fedlens.report.blocks import Chart, clean
+from fedlens.report.blocks import Chart, clean, numbered
 from fedlens.study.statistics import Summary
 
 Spec: TypeAlias = dict[str, Any]
@@ -31,8 +31,6 @@ DASHES = ([1, 0], [6, 2], [2, 2], [6, 2, 2, 2], [10, 3])
 NAMED = re.compile(r"(?<=id=\")(?:clip|gradient_)\d+(?=\")|(?<=url\(#)(?:clip|gradient_)\d+(?=\))")
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert brings the first
 INTERVAL = {"calculate": "isValid(datum.l) ? '[' + format(datum.l, '.4~g') + ', ' + format(datum.h, '.4~g') + ']' : 'none'", "as": "i"}
-PICK = {"name": "pick", "select": {"type": "point", "fields": ["s"], "toggle": "true"}, "bind": "legend"}
-FADE = {"condition": {"param": "pick", "value": 1}, "value": 0.12}
 
 
 def _config(ink: str, soft: str, grid: str, background: str, *palette: str) -> Spec:
@@ -207,6 +205,7 @@ def _axes(rows: Sequence[Spec], x: str, y: str, style: Style, first: bool) -> Sp
 
 
 def _panel(series: Sequence[Series], axes: Spec, look: Spec, style: Style) -> Spec:
+    """Return a panel: intervals below lines below points. Several series of one label are told apart by `g`, points of a path by `o`."""
     banded, several = len(series) <= BANDED or not style.joined, len({each.label for each in series}) < len(series)
     rows: list[Spec] = []
     for i, each in enumerate(series):
@@ -214,23 +213,27 @@ def _panel(series: Sequence[Series], axes: Spec, look: Spec, style: Style) -> Sp
         rows += [row | ({"g": i} if several else {}) | ({"o": j} if style.path else {}) for j, row in enumerate(found)]
     rows = [{name: value for name, value in row.items() if banded or name not in "lh"} for row in rows]
     has = {name for row in rows for name in row}
-    lines, color = ({"detail": {"field": "g"}} if several else {}), {"color": look["color"]}
-    tooltip = tips(s="of", x=axes["x"]["title"] or "value", y=axes["y"]["title"] or "value")
-    tooltip += (tips(i="95 % interval", n="n") if "n" in has else []) + (tips(note="note") if "note" in has else [])
+    x, y = (axes[axis]["title"] for axis in "xy")
+    titles = {"s": "of", "x": x or "value", "y": y or "value", "i": "95 % interval", "n": "n", "note": "note"}
+    tooltip = tips(**{name: title for name, title in titles.items() if name in has or (name == "i" and "n" in has)})
+    color = {"color": look["color"]}
+    line = color | ({"detail": {"field": "g"}} if several else {})
     layers: list[Spec] = []
     if "l" in has:
         mark = {"type": "area", "opacity": 0.14, "clip": True} if style.joined else {"type": "rule", "clip": True}
-        between = {"y": q("l", axes["y"]["title"]), "y2": {"field": "h"}, **color, **lines}
+        between = {"y": q("l", y), "y2": {"field": "h"}, **line}
         layers.append({"transform": [{"filter": "isValid(datum.l)"}], "mark": mark, "encoding": between})
     if style.joined:
-        line = {**color, "strokeDash": look["strokeDash"], "opacity": FADE, **lines, **({"order": q("o")} if style.path else {})}
-        layers.append({"mark": {"type": "line", "strokeWidth": 1.5, "clip": True}, "encoding": line})
-    seen = {"condition": {"test": {"and": [{"param": "pick"}, "datum.m"]}, "value": 1}, "value": 0} if style.joined else FADE
+        order = {"order": q("o")} if style.path else {}
+        layers.append(
+            {"mark": {"type": "line", "strokeWidth": 1.5, "clip": True}, "encoding": {"strokeDash": look["strokeDash"], **line, **order}}
+        )
+    seen = {"condition": {"test": "datum.m", "value": 1}, "value": 0} if style.joined else {"value": 1}
     points = {**color, "shape": look["shape"], "opacity": seen, "tooltip": tooltip}
-    layers.append({"params": [PICK], "mark": {"type": "point", "filled": True, "size": 30, "clip": True}, "encoding": points})
+    layers.append({"mark": {"type": "point", "filled": True, "size": 30, "clip": True}, "encoding": points})
     if "r" in has:
-        ring = {"type": "point", "size": 150, "filled": False, "strokeWidth": 1.4}
-        layers.append({"transform": [{"filter": "datum.r"}], "mark": ring, "encoding": {**color, "opacity": FADE}})
+        ring = {"type": "point", "size": 150, "filled": False, "strokeWidth": 1.4, "opacity": 1}
+        layers.append({"transform": [{"filter": "datum.r"}], "mark": ring, "encoding": color})
     return {"data": {"values": rows}, "transform": [INTERVAL], "encoding": axes, "layer": layers, "height": HEIGHT}
 
 
@@ -294,22 +297,15 @@ def heat_view(heat: Heat, axes: Axes, most: float | None = None, known: Sequence
     return {"data": {"values": data}, "transform": unroll, "encoding": encoding, "layer": layers, "height": height, **titled(heat.title)}
 
 
-def bar_chart(key: str, title: str, caption: str, rows: Mapping[str, Mapping[str, float]], x: str, kind: str = "") -> Chart:
-    """Draw stacked bars. `rows`: name -> part -> value."""
-    return build((key, title, caption, kind), [bar_view(rows, x)])
-
-
-def bar_view(rows: Mapping[str, Mapping[str, float]], x: str, width: int = COLUMN) -> Spec:
+def bar_view(rows: Mapping[str, Mapping[str, float]], x: str, width: int) -> Spec:
+    """Return stacked bars. `rows`: name -> part -> value."""
     parts = list(dict.fromkeys(part for shares in rows.values() for part, value in shares.items() if value))
     names = distinct(list(rows))
-    data = [
-        {"r": n, "s": p, "v": short(has.get(p, 0)), "o": i}
-        for n, has in zip(names, rows.values(), strict=True)
-        for i, p in enumerate(parts)
-    ]
-    look = {"color": _look(parts, width)["color"], "opacity": FADE, "tooltip": tips(r="of", s="part", v=x)}
-    encoding = {"y": names_axis("r", names, ""), "x": q("v", x, stack="zero", scale={"nice": False}), "order": q("o")}
-    return {"data": {"values": data}, "params": [PICK], "mark": "bar", "encoding": {**encoding, **look}, "height": 20 * len(names)}
+    named = list(zip(names, rows.values(), strict=True))
+    data = [{"r": name, "s": part, "v": short(shares.get(part, 0)), "o": i} for name, shares in named for i, part in enumerate(parts)]
+    axes = {"y": names_axis("r", names, ""), "x": q("v", x, stack="zero", scale={"nice": False}), "order": q("o")}
+    look = {"color": _look(parts, width)["color"], "tooltip": tips(r="of", s="part", v=x)}
+    return {"data": {"values": data}, "mark": "bar", "encoding": {**axes, **look}, "height": 20 * len(names)}
 
 
 def names_axis(field: str, names: Sequence[Any], title: str) -> Spec:
@@ -326,8 +322,4 @@ def titled(title: str) -> Spec:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names, cleaned, the second of a kind with its number."""
-    result: list[str] = []
-    for name in map(clean, names):
-        number = 1 + sum(other == name or other.startswith(f"{name} (") for other in result)
-        result.append(name if number == 1 else f"{name} ({number})")
-    return result
+    return numbered(map(clean, names), "{} ({})")
