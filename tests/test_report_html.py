@@ -219,7 +219,7 @@ def test_each_block_has_its_place_and_the_contents_link_to_the_headings() -> Non
     table = Table("t", "A caption", ["cell", "value"], [["a", Entry("1", "below", 1.0, "best")], ["b", Entry("0", "", 0.0, "differs")]])
     rest = [Heading("One", "one"), Answer("Why?", "Because.", ["one seed"]), Heading("Two", "two", 3), Items(["x", "y"]), table]
     folded = Details("More", [Code("run \\\n  --fast <now>"), Text("Inside", soft=True)])
-    text = html_page(Report("A title", [Text("First"), Answer("Why?", "Because.")], [*rest, folded]))
+    text = html_page(Report("A title", [Text("First"), Answer("Why?", "Because.", part="one")], [*rest, folded]))
     assert re.findall(r'<a href="#([\w-]+)">(.*?)</a>', text[text.index("<nav") : text.index("</nav>")]) == [
         ("top", "Overview"),
         ("part-one", "One"),

@@ -51,11 +51,15 @@ class Code:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question and the sentence that the data supports, with cautions (an edge of a grid, a tie, one seed)."""
+    """A question and the sentence that the data supports, with cautions (an edge of a grid, a tie, one seed).
+
+    `part`: on the first screen, the key of the heading that it leads to.
+    """
 
     question: str
     text: str
     cautions: Sequence[str] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True)

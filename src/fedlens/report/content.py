@@ -18,8 +18,8 @@ from fedlens.study.results import CellResult, Gathered, SearchResult, StudyResul
 from fedlens.study.statistics import Summary, summarise
 
 STORY = (  # the order of studies; others follow as they come
-    *("handin", "baselines", "curves", "schedules", "heterogeneity", "sparsity", "calibration", "strategies", "places", "clipping"),
-    *("merging", "momentum", "algorithms", "arithmetic", "forgetting", "rates"),
+    *("handin", "six_models", "baselines", "curves", "schedules", "heterogeneity", "sparsity", "calibration", "strategies", "places"),
+    *("layerscale", "clipping", "merging", "momentum", "algorithms", "arithmetic", "forgetting", "rates"),
 )
 MAIN = ("places", "strategies", "heterogeneity")  # the first of them gives a report its main figure
 TITLE = "Federated fine-tuning under the lens of task arithmetic"
@@ -42,10 +42,12 @@ def report(gathered: Gathered, title: str | None = None) -> blocks.Report:
     parts = {name: _study(study, name, keys, seen) for study, name, keys in ordered}
     main = next((parts[name] for name in MAIN if name in parts), next(iter(parts.values()), []))
     figure = [replace(block, key=f"main-{block.key}") for block in main if isinstance(block, Chart)][:1]
-    first = [next(block for block in part if isinstance(block, Answer)) for part in parts.values()]
+    first = [replace(next(b for b in part if isinstance(b, Answer)), part=f"study-{name}") for name, part in parts.items()]
     names = [label(name) for name in (*(study.name for study in gathered.studies), *(search.name for search in gathered.searches))]
     rest = [block for part in (*parts.values(), _searches(gathered.searches)) for block in part]
-    return blocks.Report(title or (names[0] if len(names) == 1 else TITLE), [blocks.Text(_subject(gathered)), *first, *figure], rest)
+    return blocks.Report(
+        title or (names[0] if len(names) == 1 else TITLE), [blocks.Text(_subject(gathered), soft=True), *first, *figure], rest
+    )
 
 
 def _subject(gathered: Gathered) -> str:
@@ -71,7 +73,7 @@ def _study(study: StudyResult, name: str, keys: Sequence[str], seen: set[str]) -
     parts = [_table(study, table, key, command) for table, key in zip(study.tables, keys, strict=True)]
     analyses = [block for kind in views.TITLES if views.of_seeds(study, kind) for block in _analyses(study, kind, name)]
     story: list[Block] = [
-        Heading(f"{label(study.name)} ({label(study.place)})", f"study-{name}"),
+        Heading(f"{label(study.name).replace('_', ' ')} ({label(study.place)})", f"study-{name}"),
         _answer(study, parts, analyses, command),
     ]
     for table, key, (answer, part) in zip(study.tables, keys, parts, strict=True):
@@ -140,8 +142,10 @@ def _table(study: StudyResult, table: TableResult, key: str, command: str) -> tu
         ],
         "Accuracy by what clients send": _drawn(charts.traffic(table, f"{key}-bytes")),
     }
-    drawn = _drawn(charts.grid_map(table, f"{key}-map") if grid else None, charts.scores(table, f"{key}-cells"))
-    return answer, [*drawn, shown, *_drawn(charts.curves(table, key)), *_fold(folded)]
+    curves, scores = charts.curves(table, key), charts.scores(table, f"{key}-cells")
+    compared = _drawn(charts.grid_map(table, f"{key}-map") if grid else None, scores)
+    first, last = (compared, curves) if len(table.cells) > 1 else (curves, compared)  # of one cell, what it does along the way comes first
+    return answer, [*first, shown, *last, *_fold(folded)]
 
 
 # --- tables of cells

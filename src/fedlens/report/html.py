@@ -30,28 +30,26 @@ HELP = (
 
 def page(report: Report) -> str:
     """Return the whole page."""
-    assets = files("fedlens.report") / "assets"
-    style, script = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = ((files("fedlens.report") / "assets" / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     charts = {block.key: _plain(block.spec) for block in report.walk() if isinstance(block, Chart)}
-    data = {"config": CONFIG, "dark": DARK, "charts": charts}
+    data = json.dumps({"config": CONFIG, "dark": DARK, "charts": charts}, allow_nan=False, separators=(",", ":")).encode()
     scripts = [_library(), script] if charts else [script]
-    policy = POLICY.format(" ".join(map(_hash, scripts)))
+    hashes = (f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in scripts)
+    policy, title = POLICY.format(" ".join(hashes)), _text(report.title)
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{_text(report.title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
         f'<link rel="icon" href="data:,"><style>{style}</style>'  # without an icon a browser requests one
         "<noscript><style>figure.chart, .help { display: none; }</style></noscript>"
     )
-    parts = {block.question: key for key, block in _questions(report.blocks)}
-    first = sorted(report.lead, key=lambda block: isinstance(block, Answer))  # the answers stand beside and below the main figure
-    lead = f'<section class="lead">{_blocks(first, parts)}</section><p class="soft help">{HELP}</p>'
-    main = f'<main id="top"><h1>{_text(report.title)}</h1>{lead}{_blocks(report.blocks, {})}</main>'
-    undrawn = "<noscript><p>Without scripts the figures are left out; all tables are here.</p></noscript>"
-    content = gzip.compress(json.dumps(data, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
-    code = f'<script type="text/plain" id="report-data">{base64.b64encode(content).decode()}</script>' + "".join(
-        f"<script>{s}</script>" for s in scripts
+    lead = sorted(report.lead, key=lambda block: isinstance(block, Answer))  # the answers stand beside and below the main figure
+    body = (
+        f'<a class="skip" href="#top">Skip the contents</a>{_contents(report.blocks)}'
+        "<noscript><p>Without scripts the figures are left out; all tables are here.</p></noscript>"
+        f'<main id="top"><h1>{title}</h1><section class="lead">{_blocks(lead)}</section><p class="soft help">{HELP}</p>{_blocks(report.blocks)}</main>'
+        f'<script type="text/plain" id="report-data">{base64.b64encode(gzip.compress(data, mtime=0)).decode()}</script>'
+        f"{''.join(f'<script>{each}</script>' for each in scripts)}"
     )
-    body = f'<a class="skip" href="#top">Skip the contents</a>{_contents(report)}{undrawn}{main}{code}'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
@@ -63,23 +61,20 @@ def _library() -> str:
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+@cache
+def _text(text: str) -> str:
+    return escape(clean(text))
 
 
 @cache
-def _cleaned(text: str) -> str:
-    return clean(text)
-
-
-def _text(text: str) -> str:
-    return escape(_cleaned(text))
+def _lines(text: str) -> str:
+    return "\n".join(map(clean, text.split("\n")))
 
 
 def _plain(content: Any, key: str = "") -> Any:
     """Return a specification with its strings cleaned, without addresses, and with null in place of what is not finite."""
     if isinstance(content, str):
-        return content if key in EXPRESSIONS else _cleaned(content)
+        return content if key in EXPRESSIONS else _lines(content)
     if isinstance(content, Mapping):
         return {name: _plain(value, name) for name, value in content.items() if name != "$schema"}
     if isinstance(content, list | tuple):
@@ -87,44 +82,22 @@ def _plain(content: Any, key: str = "") -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _contents(report: Report) -> str:
+def _contents(blocks: Iterable[Block]) -> str:
     """Return the navigation: headings of level 2, and below each those of level 3."""
-    items, inside = [], False
-    for heading in (b for b in [*report.lead, *report.blocks] if isinstance(b, Heading) and b.level in (2, 3)):
-        link = f'<a href="#part-{heading.key}">{_text(heading.text)}</a>'
-        if heading.level == 3 and inside:
-            items.append(f"<li>{link}</li>")
-        else:
-            items.append(("</ul></li>" if inside else "") + f"<li>{link}<ul>")
-            inside = True
-    entries = f'<li><a href="#top">Overview</a></li>{"".join(items)}{"</ul></li>" if inside else ""}'
-    return f'<nav aria-label="Contents"><button type="button" aria-expanded="false">Contents</button><ul>{entries}</ul></nav>'
+    items = '<li><a href="#top">Overview</a><ul>'
+    for heading in (block for block in blocks if isinstance(block, Heading)):
+        link = f'<li><a href="#part-{heading.key}">{_text(heading.text)}</a>'
+        items += f"{link}</li>" if heading.level > 2 else f"</ul></li>{link}<ul>"
+    return f'<nav aria-label="Contents"><button type="button" aria-expanded="false">Contents</button><ul>{items}</ul></li></ul></nav>'
 
 
-def _questions(blocks: Iterable[Block]) -> list[tuple[str, Answer]]:
-    """Return each answer with the key of the heading before it."""
-    found, key = [], "top"
-    for block in blocks:
-        if isinstance(block, Heading):
-            key = block.key
-        elif isinstance(block, Answer):
-            found.append((key, block))
-    return found
-
-
-def _blocks(blocks: Iterable[Block], parts: Mapping[str, str]) -> str:
-    """Return blocks in order; charts that follow each other stand side by side. `parts`: question -> key of its part of the page."""
+def _blocks(blocks: Iterable[Block]) -> str:
+    """Return blocks in order; charts that follow each other stand side by side."""
     html = []
     for kind, run in groupby(blocks, key=type):
-        each = [_answer(b, parts) if isinstance(b, Answer) else _block(b) for b in run]
+        each = [_block(block) for block in run]
         html.append(f'<div class="charts">{"".join(each)}</div>' if kind is Chart and len(each) > 1 else "".join(each))
     return "".join(html)
-
-
-def _answer(answer: Answer, parts: Mapping[str, str]) -> str:
-    question, key = _text(answer.question), parts.get(answer.question)
-    title = f'<a href="#part-{key}">{question}</a>' if key else question
-    return f'<div class="answer"><p class="question">{title}</p><p>{_text(answer.text)}</p>{_items(answer.cautions)}</div>'
 
 
 def _items(items: Sequence[str]) -> str:
@@ -142,6 +115,8 @@ def _block(block: Block) -> str:
         case Code():
             lines = [line[: len(line) - len(line.lstrip(" "))] + _text(line) for line in block.text.splitlines()]
             return f'<pre tabindex="0">{"<br>".join(lines)}</pre>'
+        case Answer():
+            return _answer(block)
         case Table():
             return _table(block)
         case Chart():
@@ -150,20 +125,26 @@ def _block(block: Block) -> str:
                 f"<figcaption>{_text(block.caption)}</figcaption></figure>"
             )
         case Details():
-            return f"<details><summary>{_text(block.summary)}</summary>{_blocks(block.blocks, {})}</details>"
-        case Answer():
-            return _answer(block, {})
+            return f"<details><summary>{_text(block.summary)}</summary>{_blocks(block.blocks)}</details>"
+
+
+def _answer(answer: Answer) -> str:
+    """Return an answer; one that leads to its part of the page is short: its cautions are folded."""
+    question, cautions, n = _text(answer.question), _items(answer.cautions), len(answer.cautions)
+    if answer.part:
+        question = f'<a href="#part-{answer.part}">{question}</a>'
+        cautions = f"<details><summary>{n} caution{'s' * (n > 1)}</summary>{cautions}</details>" if cautions else ""
+    return f'<div class="answer"><p class="question">{question}</p><p>{_text(answer.text)}</p>{cautions}</div>'
 
 
 def _table(table: Table) -> str:
     """Return a table whose first column names the row. Its heads sort it, unless rows with nothing but a name divide it into parts."""
-    rows = table.entries()
+    rows, name = table.entries(), f"table-{table.key}"
     parted = any(len(row) > 1 and not any(entry.text for entry in row[1:]) for row in rows)
     numeric = [i > 0 and any(row[i].value is not None for row in rows) for i in range(len(table.header))]
-    head = "".join(f'<th scope="col"{_kind(n, "")}>{_text(h) or "name"}</th>' for h, n in zip(table.header, numeric, strict=True))
+    head = "".join(f'<th scope="col"{" class=number" * n}>{_text(h) or "name"}</th>' for h, n in zip(table.header, numeric, strict=True))
     body = "".join(f"<tr>{''.join(_cell(entry, i == 0, numeric[i]) for i, entry in enumerate(row))}</tr>" for row in rows)
     shape = " tall" * (len(rows) > TALL) + " long" * any(len(row[0].text) > LONG for row in rows)
-    name = f"table-{table.key}"
     return (
         f'<p class="caption" id="{name}">{_text(table.caption)}</p>'
         f'<div class="box{shape}" tabindex="0" role="region" aria-labelledby="{name}">'
@@ -171,13 +152,10 @@ def _table(table: Table) -> str:
     )
 
 
-def _kind(numeric: bool, mark: str) -> str:
-    names = " ".join(["number"] * numeric + [escape(mark)] * bool(mark))
-    return f' class="{names}"' if names else ""
-
-
 def _cell(entry: Entry, first: bool, numeric: bool) -> str:
     tag, scope = ("th", ' scope="row"') if first else ("td", "")
+    names = " ".join(["number"] * numeric + [escape(entry.mark)] * bool(entry.mark))
+    kind = f' class="{names}"' if names else ""
     value = "" if entry.value is None or not math.isfinite(entry.value) else f' data-v="{entry.value:.9g}"'
     below = f"<small>{_text(entry.below)}</small>" if entry.below else ""
-    return f"<{tag}{scope}{_kind(numeric, entry.mark)}{value}>{_text(entry.text)}{MARKS.get(entry.mark, '')}{below}</{tag}>"
+    return f"<{tag}{scope}{kind}{value}>{_text(entry.text)}{MARKS.get(entry.mark, '')}{below}</{tag}>"
