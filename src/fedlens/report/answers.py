@@ -6,7 +6,7 @@ Cells are ranked by validation accuracy, never by test accuracy. Nothing is call
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedlens.report.blocks import Answer, label
+from fedlens.report.blocks import Answer, counts, label, listed
 from fedlens.report.over_seeds import Measured
 from fedlens.runs.session import start_accuracy
 from fedlens.study.results import CellResult, RunResult, SearchResult, TableResult, Tuned
@@ -59,8 +59,7 @@ def _name(text: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = [*names[:MOST], *([f"{len(names) - MOST} more"] if len(names) > MOST else [])]
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+    return listed([*names[:MOST], *([f"{len(names) - MOST} more"] if len(names) > MOST else [])])
 
 
 def _mean(cell: CellResult, key: str) -> float:
@@ -71,8 +70,7 @@ def _mean(cell: CellResult, key: str) -> float:
 
 
 def _n(cells: Iterable[CellResult], key: str) -> str:
-    ns = sorted({len(cell.of(key)) for cell in cells})
-    return f"n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
+    return counts(len(cell.of(key)) for cell in cells)
 
 
 def _best(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -174,12 +172,8 @@ def measured(rows: Sequence[Measured], question: str) -> Answer:
     elif kind in first:
         row = max(rows, key=lambda row: lost(row, "chosen", first[kind]))
         gain, than = f"{lost(row, 'chosen', first[kind]):z.2f}", "trained model" if kind == "sweep" else "first model"
-        most = (
-            f"nothing over the {than} ("
-            if gain.startswith(("0.00", "-"))
-            else f"at most {gain} points over the {than} ({_name(row.label)}, "
-        )
-        text = f"On the test set, the α that validation chooses gains {most}n = {row.n})."
+        most, where = ("nothing", "") if gain.startswith(("0.00", "-")) else (f"at most {gain} points", f"{_name(row.label)}, ")
+        text = f"On the test set, the α that validation chooses gains {most} over the {than} ({where}n = {row.n})."
     else:
         key = "iou" if kind == "masks" else "cosine"
         what = "Masks overlap with an intersection over union" if kind == "masks" else "Task vectors have a cosine"

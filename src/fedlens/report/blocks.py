@@ -124,14 +124,10 @@ class Report:
 
     def walk(self) -> Iterator[Block]:
         """Yield every block, also those inside details."""
-        yield from walk([*self.lead, *self.blocks])
-
-
-def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    for block in blocks:
-        yield block
-        if isinstance(block, Details):
-            yield from walk(block.blocks)
+        remaining = [*self.lead, *self.blocks][::-1]
+        while remaining:
+            yield (block := remaining.pop())
+            remaining += reversed(block.blocks) if isinstance(block, Details) else ()
 
 
 # --- text
@@ -191,11 +187,11 @@ def stat(summary: Summary | None, scale: float = 100, digits: int = 2, mark: str
     """Return mean ± standard deviation, with the 95 % interval and n below. One run, or equal runs, have no spread."""
     if summary is None:
         return NONE
-    mean, sd, low, high = (None if v is None else f"{scale * v:z.{digits}f}" for v in (summary.mean, summary.sd, summary.low, summary.high))
-    spread = bool(summary.sd) and sd is not None and low is not None
-    return Entry(
-        f"{mean} ± {sd}" if spread else str(mean), (f"[{low}, {high}], " if spread else "") + f"n = {summary.n}", summary.mean, mark
-    )
+    text, below = f"{scale * summary.mean:z.{digits}f}", f"n = {summary.n}"
+    if summary.sd and summary.low is not None and summary.high is not None:
+        text += f" ± {scale * summary.sd:z.{digits}f}"
+        below = f"[{scale * summary.low:z.{digits}f}, {scale * summary.high:z.{digits}f}], {below}"
+    return Entry(text, below, summary.mean, mark)
 
 
 def number(text: str, value: float | None) -> Entry:
@@ -203,6 +199,11 @@ def number(text: str, value: float | None) -> Entry:
 
 
 def counts(ns: Iterable[int]) -> str:
-    """n = 3, or n = 2 to 3."""
-    distinct = sorted(set(ns) - {0})
-    return f"n = {distinct[0]}" + (f" to {distinct[-1]}" if len(distinct) > 1 else "") if distinct else "n = 0"
+    """Return text such as n = 3, or n = 2 to 3."""
+    distinct = sorted(set(ns) - {0}) or [0]
+    return f"n = {distinct[0]}" + f" to {distinct[-1]}" * (len(distinct) > 1)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return text such as a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

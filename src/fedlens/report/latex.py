@@ -9,10 +9,11 @@ import subprocess
 import tempfile
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
@@ -121,11 +122,11 @@ def _alike(table: Table) -> Table:
 
 def _widths(table: Table) -> list[float]:
     """Return how wide the entries of each column are, about, in points."""
-    shown = [row for row in table.entries() if any(entry.text for entry in row[1:])]
-    entries = [
-        [max(LETTER * len(row[i].text), SMALL * len(row[i].below)) for row in shown if i < len(row)] for i in range(len(table.header))
-    ]
-    return [max([LETTER * max(map(len, [*name.split(), ""])), *own]) for name, own in zip(table.header, entries, strict=True)]
+    widths = [LETTER * max(map(len, [*name.split(), ""])) for name in table.header]
+    for row in table.entries():
+        if any(entry.text for entry in row[1:]):  # not the title of a group of rows
+            widths = [max(width, LETTER * len(entry.text), SMALL * len(entry.below)) for width, entry in zip(widths, row, strict=True)]
+    return widths
 
 
 def _columns(table: Table) -> tuple[list[str], bool]:
@@ -136,21 +137,16 @@ def _columns(table: Table) -> tuple[list[str], bool]:
     wanted, least = sum(flexible.values()), NARROWEST * len(flexible)
     wide = table.wide or COLUMN - fixed < min(wanted, least)
     share = min(1.0, max((PAGE if wide else COLUMN) - fixed, least) / max(wanted, 1))
-    types = [
-        rf">{{\raggedright\arraybackslash}}p{{{share * flexible[i]:.0f}pt}}" if i in flexible else "c" if i else "l"
-        for i in range(len(widths))
-    ]
-    return types, wide
+    broken = {i: rf">{{\raggedright\arraybackslash}}p{{{share * width:.0f}pt}}" for i, width in flexible.items()}
+    return [broken.get(i, "c" if i else "l") for i in range(len(widths))], wide
 
 
 def _title(column: int, table: Table) -> str:
     """Return a column's title, in lines about as long as its entries."""
     lines = textwrap.wrap(table.header[column], max(4, int(_widths(table)[column] / LETTER)), break_long_words=False)
-    return (
-        escape("".join(lines))
-        if len(lines) < 2
-        else "".join([r"\begin{tabular}[b]{@{}c@{}}", BREAK.join(map(escape, lines)), r"\end{tabular}"])
-    )
+    if len(lines) < 2:
+        return escape("".join(lines))
+    return rf"\begin{{tabular}}[b]{{@{{}}c@{{}}}}{BREAK.join(map(escape, lines))}\end{{tabular}}"
 
 
 def _row(row: Sequence[Entry]) -> str:
@@ -183,21 +179,23 @@ def figure_float(chart: Chart) -> str:
 
 def numbers(gathered: Gathered) -> str:
     """Return the file of macros."""
-    lines = [(files("fedlens.report") / "assets" / "numbers.tex").read_text(encoding="utf-8").rstrip()]
-    for study, name, keys in zip(gathered.studies, unique([s.name for s in gathered.studies]), table_keys(gathered), strict=True):
+    found: list[tuple[str, str, Mapping[str, str]]] = []  # table, cell, its numbers
+    for study, name, keys in zip(gathered.studies, unique(s.name for s in gathered.studies), table_keys(gathered), strict=True):
         seconds = [float(run.summary["seconds"]) for run in (*study.runs, *study.trials) if run.summary.get("seconds") is not None]
-        lines += [_define(name, "all", "runs", str(len(study.runs))), _define(name, "all", "trials", str(len(study.trials)))]
-        lines += [_define(name, "all", "minutes", f"{sum(seconds) / 60:.0f}")]
+        counted = {"runs": str(len(study.runs)), "trials": str(len(study.trials)), "minutes": f"{sum(seconds) / 60:.0f}"}
+        found.append((name, "all", counted))
         for kind, measured in over_seeds(study).items():
-            for each, key in zip(measured, unique([each.label for each in measured]), strict=True):
-                lines += [_define(f"{name}-{kind}", key, what, text) for what, text in _of_measured(each).items()]
-        for table, table_key in zip(study.tables, keys, strict=True):
-            lines += [_define(table_key, key, what, text) for key, found in _of_table(table).items() for what, text in found.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _define(table: str, cell: str, key: str, text: str) -> str:
-    return rf"\expandafter\gdef\csname lens/{table}/{cell}/{key}\endcsname{{{text}}}"
+            cells = unique(each.label for each in measured)
+            found += [(f"{name}-{kind}", cell, _of_measured(each)) for each, cell in zip(measured, cells, strict=True)]
+        for table, key in zip(study.tables, keys, strict=True):
+            found += [(key, cell, own) for cell, own in _of_table(table).items()]
+    opening = (files("fedlens.report") / "assets" / "numbers.tex").read_text(encoding="utf-8").rstrip()
+    macros = [
+        rf"\expandafter\gdef\csname lens/{table}/{cell}/{what}\endcsname{{{text}}}"
+        for table, cell, own in found
+        for what, text in own.items()
+    ]
+    return "\n".join([opening, *macros]) + "\n"
 
 
 def _of_table(table: TableResult) -> dict[str, dict[str, str]]:
@@ -209,19 +207,17 @@ def _of_table(table: TableResult) -> dict[str, dict[str, str]]:
     lengths = {cell.label: length.mean for cell in table.cells if (length := cell.over_rounds(LENGTH)) and length.mean > 0}
     found = {}
     for cell in table.cells:
-        of, others = cell.label, [label for label in keys if label != cell.label]
-        own = found[keys[of]] = _of_cell(cell)
-        for other in (label for label in others if of in tested and label in tested):
-            for c in compare({other: tested[other], of: tested[of]}):
+        own = found[keys[cell.label]] = _of_cell(cell)
+        others = {label: key for label, key in keys.items() if label != cell.label}
+        for other in (label for label in others if {label, cell.label} <= tested.keys()):
+            for c in compare({other: tested[other], cell.label: tested[cell.label]}):
                 own[f"minus {keys[other]}"] = _difference(c)
-            for c in compare(tested, {of: other}, pooled=True):
+            for c in compare(tested, {cell.label: other}, pooled=True):
                 own[f"pooled minus {keys[other]}"] = _difference(c)
-        own |= {
-            f"times {keys[other]}": f"{float(f'{lengths[of] / lengths[other]:.2g}'):g}"
-            for other in lengths
-            if of in lengths and other != of
-        }
-        own |= {} if (p := tests.get(of)) is None else {"p": f"{p:.2g}"}
+        for other in (label for label in others if {label, cell.label} <= lengths.keys()):
+            own[f"times {keys[other]}"] = f"{float(f'{lengths[cell.label] / lengths[other]:.2g}'):g}"
+        if (p := tests.get(cell.label)) is not None:
+            own["p"] = f"{p:.2g}"
     return found
 
 
@@ -269,9 +265,8 @@ def compile_pdf(folder: Path, name: str = PAPER) -> Path | None:
         cites = r"\bibliography{" in (folder / name).read_text(encoding="utf-8", errors="replace")
         commands = _commands(inside, name, cites)
         if not commands:
-            log.info(
-                "no %s: install latexmk with pdflatex, tectonic or pdflatex, or compile %s elsewhere", Path(name).with_suffix(".pdf"), name
-            )
+            pdf = Path(name).with_suffix(".pdf")
+            log.info("no %s: install latexmk with pdflatex, tectonic or pdflatex, or compile %s elsewhere", pdf, name)
             return None
         for command in commands:
             _tex(command, folder, inside, name)
@@ -298,10 +293,9 @@ def _commands(inside: str, name: str, cites: bool) -> list[list[str]]:
 
 def _tex(command: Sequence[str], folder: Path, inside: str, name: str) -> None:
     environment = {**os.environ, "max_print_line": "1000", "TEXMFOUTPUT": inside}  # an error stays in one line; bibtex may write there
+    quiet: dict[str, Any] = {"capture_output": True, "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS, check=False, **quiet)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{name}: {command[0]} did not finish ({type(error).__name__}, limit {SECONDS} s)") from None
     if done.returncode:

@@ -75,16 +75,16 @@ def _entry(entry: Entry) -> str:
 
 def csv_rows(gathered: Gathered) -> str:
     """Return one line per run of a table, with a column per key of a grid. Accuracies are fractions; empty where a run lacks a number."""
-    cells = [(study, table, cell) for study in gathered.studies for table in study.tables for cell in table.cells]
+    cells = [(study.name, table.name, cell) for study in gathered.studies for table in study.tables for cell in table.cells]
     keys = list(dict.fromkeys(key for *_, cell in cells for key in cell.values))
     columns = [*NUMBERS, *further_metrics(run for *_, cell in cells for run in cell.runs.values())]
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(map(_plain, ["study", "table", "case", *keys, "seed", "run", *columns]))
+    rows: list[list[Any]] = [["study", "table", "case", *keys, "seed", "run", *columns]]
     for study, table, cell in cells:
         for seed, run in sorted(cell.runs.items()):
-            values = [*(cell.values.get(key) for key in keys), seed, run.name, *(run.summary.get(key) for key in columns)]
-            writer.writerow(map(_plain, [study.name, table.name, cell.case, *values]))
+            values = [*map(cell.values.get, keys), seed, run.name, *map(run.summary.get, columns)]
+            rows.append([study, table, cell.case, *values])
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(map(_plain, row) for row in rows)
     return buffer.getvalue()
 
 

@@ -71,21 +71,20 @@ class Layout:
 def layout(table: TableResult) -> Layout | None:
     """Return the table in two dimensions. None unless its grid has exactly one key, and there are several cases and several values."""
     keys = {tuple(cell.values) for cell in table.cells}
-    if len(keys) != 1 or len(only := keys.pop()) != 1:
+    if [len(key) for key in keys] != [1]:
         return None
-    key = only[0]
+    ((key,),) = keys
     cases = list(dict.fromkeys(cell.case for cell in table.cells))
     values = list({str(cell.values[key]): cell.values[key] for cell in table.cells}.values())
-    if len(cases) < 2 or len(values) < 2:
+    if min(len(cases), len(values)) < 2:
         return None
     return Layout(key, cases, values, {(cell.case, str(cell.values[key])): cell for cell in table.cells})
 
 
 def grid_text(value: Any) -> str:
     """Return a value of a grid; a list without its brackets."""
-    text = str(value)
-    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return ", ".join(part.strip() for part in inside.split(",")) if inside.strip() else "none"
+    inside = str(value).strip("[]").strip()
+    return ", ".join(part.strip() for part in inside.split(",")) if inside else "none"
 
 
 def beside(tables: Sequence[TableResult]) -> list[tuple[str, list[CellResult | None]]]:
@@ -137,10 +136,8 @@ def measurements(analysis: Analysis) -> list[tuple[str, dict[str, float]]]:
         return [(name, {key: float(content[key]) for key in ("iou", "chance")})]
     if analysis.kind == "interference":
         called = dict(zip(map(str, content["names"]), analysis.labels, strict=False)) if len(analysis.labels) > 1 else {}
-        shared = {key: float(value) for key, value in _of_both(content).items()}
-        keys = ("cosine", "sign_conflict", "drift_ratio")
-        pairs = [(" and ".join(called.get(str(pair[end]), str(pair[end])) for end in "ab"), pair) for pair in content["pairs"]]
-        return [(pair_name, {key: float(pair[key]) for key in keys} | shared) for pair_name, pair in pairs]
+        named = [(" and ".join(called.get(str(pair[end]), str(pair[end])) for end in "ab"), pair) for pair in content["pairs"]]
+        return [(both, {key: float(pair[key]) for key in GEOMETRY} | _of_both(content)) for both, pair in named]
     if analysis.kind == "forget":
         clients = content["clients"]
         return [(f"{analysis.labels[0]}: client {c['client']} ({', '.join(map(str, c['classes']))})", _of_client(c)) for c in clients]

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
 from fedlens.report.answers import answer
-from fedlens.report.blocks import NO_VALUE, Answer, Chart, Report, Table, clean, counts
+from fedlens.report.blocks import NO_VALUE, Answer, Chart, Report, Table, clean, counts, listed
 from fedlens.report.latex import PAPER, escape, figure_float, height_of, table_float
 from fedlens.report.over_seeds import table_keys
 from fedlens.report.vega import save
@@ -208,10 +208,9 @@ def _section(part: Part, used: Sequence[Table | Chart]) -> str:
     """Return a topic's answer, with references to its figures and tables, and those."""
     own = [each for each in part.floats if each in used]
     links = [rf"Table~\ref{{tab:{each.key}}}" if isinstance(each, Table) else rf"Figure~\ref{{fig:{each.key}}}" for each in own]
-    see = f"See {' and '.join(filter(None, [', '.join(links[:-1]), *links[-1:]]))}." if links else ""
-    cautions = (
-        escape(" ".join(part.answer.cautions)) if part.table else rf"\texttt{{{escape(part.answer.cautions[0]).replace(QUOTE, UPRIGHT)}}}."
-    )
+    see, cautions = f"See {listed(links)}." if links else "", escape(" ".join(part.answer.cautions))
+    if not part.table:
+        cautions = rf"\texttt{{{cautions.replace(QUOTE, UPRIGHT)}}}."
     floats = [rf"\input{{tables/{each.key}}}" if isinstance(each, Table) else figure_float(each).rstrip() for each in own]
     return "\n".join(filter(None, [rf"\subsection{{{escape(part.topic.title)}}}", escape(part.answer.text), see, cautions, *floats])) + "\n"
 
@@ -224,13 +223,8 @@ def _groups(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
     runs = list({run.path: run for part in parts for run in part.runs}.values())
     federated = [run for run in runs if run.summary.get("bytes_up") is not None]
     split = {name: [run for run in federated if run.config["data"].get("partition") == name] for name in ("iid", "classes")}
-    return {
-        "all": runs,
-        "federated": federated,
-        "central": [r for r in runs if r not in federated],
-        "masked": [r for r in runs if r.mask],
-        **split,
-    }
+    others = {"central": [run for run in runs if run not in federated], "masked": [run for run in runs if run.mask]}
+    return {"all": runs, "federated": federated, **others, **split}
 
 
 def _all(runs: Iterable[RunResult], key: str) -> list[Any]:
@@ -252,7 +246,7 @@ def _texts(runs: Iterable[RunResult], key: str, most: int = 7) -> str:
     texts = list(dict.fromkeys(texts))
     if len(texts) > most and all(isinstance(value, int | float) for value in values):
         return f"{texts[0]} to {texts[-1]}"
-    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+    return listed(texts)
 
 
 def _settings(parts: Sequence[Part]) -> Table:
@@ -261,7 +255,7 @@ def _settings(parts: Sequence[Part]) -> Table:
     for part in parts:
         groups, cells = _groups([part]), part.table.cells if part.table else []
         lengths = [
-            _texts(groups[group], key, 3) or NO_VALUE for group, key in (("federated", "federated.rounds"), ("central", "train.epochs"))
+            _texts(groups[name], key, 3) or NO_VALUE for name, key in {"federated": "federated.rounds", "central": "train.epochs"}.items()
         ]
         seeds = counts(len(cell.runs) for cell in cells).removeprefix("n = ")
         rows += [[part.topic.title, str(len(cells)), seeds, _texts(part.runs, "optim.lr", 2), *lengths]] if cells else []
