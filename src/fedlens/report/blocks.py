@@ -179,10 +179,6 @@ def size(number: float) -> str:
     return f"{number:.3g} {UNITS[power]}" if power else f"{number:.0f} B"
 
 
-def p_value(p: float | None) -> str:
-    return "no test" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
-
-
 def stat(summary: Summary | None, scale: float = 100, digits: int = 2, mark: str = "") -> Entry:
     """Return mean ± standard deviation, with the 95 % interval and n below. One run, or equal runs, have no spread."""
     if summary is None:

@@ -39,11 +39,11 @@ def scores(table: TableResult, key: str) -> Chart | None:
         return None
     names, data, sound = vega.distinct([label(cell.label) for cell, _ in cells]), list[Spec](), list[Spec]()
     for name, (cell, summary) in zip(names, cells, strict=True):
-        seeds = {seed: diverged(cell.runs[seed]) for seed in sorted(cell.of("test_accuracy"))}
-        points: list[tuple[str, float | Summary, bool]] = [("mean", summary, any(seeds.values()))]
-        points += [(f"seed {seed}", cell.of("test_accuracy")[seed], bad) for seed, bad in seeds.items()]
-        rows = [(Series(name, [(0, value)], scale=100).rows(PERCENT)[0] | {"k": which}, bad) for which, value, bad in points]
-        data, sound = data + [row for row, _ in rows], sound + [row for row, bad in rows if not bad]
+        lost = {f"seed {seed}" for seed, run in cell.runs.items() if diverged(run)}
+        points: dict[str, float | Summary] = {"mean": summary}
+        points |= {f"seed {seed}": value for seed, value in sorted(cell.of("test_accuracy").items())}
+        rows = [Series(name, [(0, value)], scale=100).rows(PERCENT)[0] | {"k": which} for which, value in points.items()]
+        data, sound = data + rows, sound + [row for row in rows if row["k"] not in lost and not (lost and row["k"] == "mean")]
     scale = vega.limits(sound or data, PERCENT)
     low = scale["domain"][0]
     data = [{**row, "x": max(low, row["y"]), "off": int(row["y"] < low)} for row in data]
@@ -236,15 +236,14 @@ Shares = dict[str, float]  # name -> percent
 
 def masks(study: StudyResult, key: str) -> Chart | None:
     """Draw the density of masks by layer and their composition by kind of weight. Cells with the same masks, or nearly, are one row."""
-    rows: list[tuple[str, Shares, Shares]] = []
-    runs: list[int] = []
+    rows: list[tuple[CellResult, Shares, Shares]] = []
     for cell in (cell for table in study.tables for cell in table.cells):
         layers, kinds = mask_shares(cell)
-        if layers and not any(_near(layers, a, name == cell.label) and _near(kinds, b, name == cell.label) for name, a, b in rows):
-            rows.append((cell.label, layers, kinds))
-            runs.append(len(cell.runs))
-    opening = f"{clean(study.name)}: mean over seeds ({counts(runs)}). Cells with the same masks, or nearly, are one row."
-    return _mask_views(key, opening, [(label(name), layers, kinds) for name, layers, kinds in rows]) if rows else None
+        if layers and not any(_near(layers, a, c.label == cell.label) and _near(kinds, b, c.label == cell.label) for c, a, b in rows):
+            rows.append((cell, layers, kinds))
+    n = counts(len(cell.runs) for cell, *_ in rows)
+    opening = f"{clean(study.name)}: mean over seeds ({n}). Cells with the same masks, or nearly, are one row."
+    return _mask_views(key, opening, [(label(cell.label), layers, kinds) for cell, layers, kinds in rows]) if rows else None
 
 
 def _near(a: Shares, b: Shares, same_cell: bool) -> bool:

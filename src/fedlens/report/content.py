@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -29,6 +29,7 @@ TRIED = (
     "values chosen on validation in short runs, one each (n = 1), and the validation accuracy of every value that was tried, in percent; the test set was "
     "not read. An end: nothing was tried beyond it. An edge: a neighbour failed, or has less than half of its accuracy"
 )
+ALONG = {"sweep": "alpha", "interpolate": "between"}  # analysis -> end of its chart's key
 Columns = dict[str, Callable[[CellResult], Entry]]
 Cells = Sequence[CellResult | None]
 Marks = Mapping[str, str]  # label -> best or differs
@@ -72,10 +73,8 @@ def _study(study: StudyResult, name: str, keys: Sequence[str], seen: set[str]) -
     command = "" if study.name == "runs" else f"fedlens study {shlex.quote(study.name)} --on {shlex.quote(study.place)}"
     parts = [_table(study, table, key, command) for table, key in zip(study.tables, keys, strict=True)]
     analyses = [block for kind in views.TITLES if views.of_seeds(study, kind) for block in _analyses(study, kind, name)]
-    story: list[Block] = [
-        Heading(f"{label(study.name).replace('_', ' ')} ({label(study.place)})", f"study-{name}"),
-        _answer(study, parts, analyses, command),
-    ]
+    title = f"{label(study.name).replace('_', ' ')} ({label(study.place)})"
+    story: list[Block] = [Heading(title, f"study-{name}"), _answer(study, parts, analyses, command)]
     for table, key, (answer, part) in zip(study.tables, keys, parts, strict=True):
         story += [Heading(label(table.name), key, 3), answer, *part] if len(parts) > 1 else part
     story += analyses
@@ -96,14 +95,13 @@ def _study(study: StudyResult, name: str, keys: Sequence[str], seen: set[str]) -
         "All tables of this study in one": [_below(study, others, f"{name}-below")] if len(others) > 1 else [],
         "Runs, environment and command": [*([blocks.Code(command)] if command else []), *_runs(study, name)],
     }
-    return [*story, *_fold(folded)]
+    return [*story, *(Details(summary, inside) for summary, inside in folded.items() if inside)]
 
 
 def _answer(study: StudyResult, parts: Sequence[tuple[Answer, Sequence[Block]]], analyses: Sequence[Block], command: str) -> Answer:
     """Return a study's own answer: of its analysis, else of its first table with a significant difference, else of its first table."""
-    candidates = [
-        block for block in analyses if isinstance(block, Answer) and block.question in (views.TITLES["forget"], views.TITLES["sweep"])
-    ]
+    kinds = (views.TITLES["forget"], views.TITLES["sweep"])
+    candidates = [block for block in analyses if isinstance(block, Answer) and block.question in kinds]
     own = [(answer, table) for (answer, shown), table in zip(parts, study.tables, strict=True) if shown]
     for answer, table in sorted(own, key=lambda each: ", significant" not in each[0].text):
         candidates.append(replace(answer, text=f"“{label(table.name)}”: {answer.text}") if len(parts) > 1 else answer)
@@ -114,10 +112,6 @@ def _answer(study: StudyResult, parts: Sequence[tuple[Answer, Sequence[Block]]],
 def _drawn(*drawn: Chart | Sequence[Chart] | None) -> list[Chart]:
     lists = ([each] if isinstance(each, Chart) else each or [] for each in drawn)
     return [chart for each in lists for chart in each]
-
-
-def _fold(folded: Mapping[str, Sequence[Block]]) -> list[Details]:
-    return [Details(summary, inside) for summary, inside in folded.items() if inside]
 
 
 def _table(study: StudyResult, table: TableResult, key: str, command: str) -> tuple[Answer, list[Block]]:
@@ -145,15 +139,18 @@ def _table(study: StudyResult, table: TableResult, key: str, command: str) -> tu
     curves, scores = charts.curves(table, key), charts.scores(table, f"{key}-cells")
     compared = _drawn(charts.grid_map(table, f"{key}-map") if grid else None, scores)
     first, last = (compared, curves) if len(table.cells) > 1 else (curves, compared)  # of one cell, what it does along the way comes first
-    return answer, [*first, shown, *last, *_fold(folded)]
+    return answer, [*first, shown, *last, *(Details(summary, inside) for summary, inside in folded.items() if inside)]
 
 
 # --- tables of cells
 
 
-def _table_of(key: str, caption: str, cells: Iterable[CellResult], columns: Columns, kind: str, wide: bool = False) -> Table:
-    rows = [[Entry(label(cell.label)), *(column(cell) for column in columns.values())] for cell in cells]
-    return Table(key, caption, ["", *columns], rows, kind, wide)
+def _rows(cells: Iterable[CellResult], columns: Columns) -> list[Row]:
+    return [[label(cell.label), *(column(cell) for column in columns.values())] for cell in cells]
+
+
+def _tested(cell: CellResult | None, marks: Marks) -> Entry:
+    return _accuracy(cell.summary(TEST), marks.get(cell.label, "")) if cell else NONE
 
 
 def _accuracy(summary: Summary | None, mark: str = "") -> Entry:
@@ -203,22 +200,25 @@ def _cells(table: TableResult, key: str) -> Table:
     """Return all numbers of every cell."""
     marks, columns = _marks(table), Columns(n=_seeds)
     if any(cell.of(TEST) for cell in table.cells):
-        columns["test accuracy, %"] = lambda cell: _accuracy(cell.summary(TEST), marks.get(cell.label, ""))
+        columns["test accuracy, %"] = lambda cell: _tested(cell, marks)
     columns["validation accuracy, %"] = lambda cell: _accuracy(cell.summary(VALIDATION))
     if table.sends:
         columns["sent by clients"] = lambda cell: _amount(cell.summary("bytes_up"), blocks.size)
         columns["rounds to target"] = lambda cell: _took(table, cell, "rounds", "{:.1f}".format)
         columns["sent to target"] = lambda cell: _took(table, cell, "bytes_up", blocks.size)
-        columns["reached by"] = lambda cell: number(
-            f"{{}} of {len(cell.runs)}", len(table.cost(cell)["rounds"]) if cell.of("bytes_up") else None
-        )
+        columns["reached by"] = lambda cell: _reached(table, cell) if cell.of("bytes_up") else NONE
     for name in table.further_metrics:
         columns[f"{name.removeprefix('test_')}, %"] = lambda cell, name=name: stat(cell.summary(name))  # type: ignore[misc]
-    return _table_of(key, _caption(table) + _target(table) * table.sends, table.cells, columns, "cells", table.sends)
+    caption = _caption(table) + _target(table) * table.sends
+    return Table(key, caption, ["", *columns], _rows(table.cells, columns), "cells", table.sends)
 
 
 def _seeds(cell: CellResult) -> Entry:
     return Entry(f"{len(cell.runs)}{f' of {cell.planned}' * (len(cell.runs) < cell.planned)}", "", len(cell.runs))
+
+
+def _rate(cell: CellResult) -> Entry:
+    return number("{:.3g}", views.rate_of(cell))
 
 
 def _took(table: TableResult, cell: CellResult, what: str, text: Callable[[float], str]) -> Entry:
@@ -227,15 +227,16 @@ def _took(table: TableResult, cell: CellResult, what: str, text: Callable[[float
     return _amount(summarise(values) if values else None, text, "≤ " * table.at_first(cell))
 
 
+def _reached(table: TableResult, cell: CellResult) -> Entry:
+    reached = len(table.cost(cell)["rounds"])
+    return Entry(f"{reached} of {len(cell.runs)}", "", reached)
+
+
 def _amount(summary: Summary | None, text: Callable[[float], str], bound: str = "") -> Entry:
     if summary is None:
         return NONE
     spread = f" ± {text(summary.sd)}" if summary.sd and not bound else ""
     return Entry(f"{bound}{text(summary.mean)}{spread}".replace(".0 ", " ").removesuffix(".0"), f"n = {summary.n}", summary.mean)
-
-
-def _tested(cell: CellResult | None, marks: Marks) -> Entry:
-    return _accuracy(cell.summary(TEST), marks.get(cell.label, "")) if cell else NONE
 
 
 def _matrix(key: str, caption: str, header: Sequence[str], rows: Iterable[tuple[str, Cells]], marks: Iterable[Marks], kind: str) -> Table:
@@ -279,9 +280,9 @@ def _below(study: StudyResult, tables: Sequence[TableResult], key: str) -> Table
         columns: Columns = {
             "n": _seeds,
             "test accuracy, %": lambda cell, marks=marks: replace(_tested(cell, marks), below=""),  # type: ignore[misc]
-            **{"rate": _rate, "length": _length},
+            **{"rate": _rate, "length": _metric(views.LENGTH, "{:.2g}")},
         }
-        rows += [[label(table.name), *[""] * len(columns)], *_table_of("", "", table.cells, columns, "").rows]
+        rows += [[label(table.name), *[""] * len(columns)], *_rows(table.cells, columns)]
     first = "first row of its case" if any(table.by_case for table in tables) else "first row of its part"
     caption = (
         f"{label(study.name)}: test accuracy in percent, mean ± standard deviation over n seeds; the learning rate; the length of a client's update, mean over "
@@ -297,7 +298,8 @@ def _paired(table: TableResult, key: str) -> list[Table]:
         interval, wide = (
             NONE if d.low is None or d.high is None else Entry(f"[{percent(d.low)}, {percent(d.high)}]", "", d.low) for d in (c, pooled)
         )
-        p, adjusted, of_pooled = (Entry(blocks.p_value(p), "", p) for p in (c.p, c.p_adjusted, pooled.p_adjusted))
+        ps = (c.p, c.p_adjusted, pooled.p_adjusted)
+        p, adjusted, of_pooled = (Entry("no test" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}", "", p) for p in ps)
         difference = number("{:+z.2f}", 100 * c.difference)
         rows.append([Entry(label(c.name_b)), difference, interval, number("{}", c.n), p, adjusted, wide, of_pooled])
     caption = (
@@ -310,30 +312,26 @@ def _paired(table: TableResult, key: str) -> list[Table]:
 
 def _geometry(table: TableResult, cells: Sequence[CellResult], key: str) -> Table:
     """Return how a round's updates agree: in the first round, and on average over all."""
-    columns: Columns = {"rate": _rate, "length": _length}
+    columns: Columns = {"rate": _rate, "length": _metric(views.LENGTH, "{:.2g}")}
     for measure in views.AGREEMENT:
-        name = measure.replace("_", " ")
-        columns[f"{name}, first round"] = lambda cell, measure=measure: number(
-            "{:z.2f}", fmean(run.curve("round", measure)[0][1] for run in cell.runs.values())
-        )  # type: ignore[misc]
-        columns[f"{name}, all rounds"] = lambda cell, measure=measure: _over_rounds("{:z.2f}", cell, measure)  # type: ignore[misc]
+        for when in ("first round", "all rounds"):
+            columns[f"{measure.replace('_', ' ')}, {when}"] = _metric(measure, "{:z.2f}", when == "first round")
     members = {int(m["clients"]) for cell in cells for run in cell.runs.values() for m in run.metrics if m.get("clients")}
     n = members.pop() if len(members) == 1 else 0
     alone = f" {n} unrelated updates have a cosine of 0 and a sign conflict of about {(1 - n**-0.5) / 2:.2f}." if n > 1 else ""
     caption = f"{label(table.name)}: agreement of the updates of a round's clients on the weights that train, means over seeds.{alone}"
-    return _table_of(key, caption, cells, columns, "geometry")
+    return Table(key, caption, ["", *columns], _rows(cells, columns), "geometry")
 
 
-def _rate(cell: CellResult) -> Entry:
-    return number("{:.3g}", views.rate_of(cell))
+def _metric(name: str, form: str, first: bool = False) -> Callable[[CellResult], Entry]:
+    """Return the column of a metric of rounds: its mean over seeds, over all rounds or in the first one."""
 
+    def column(cell: CellResult) -> Entry:
+        if first:
+            return number(form, fmean(run.curve("round", name)[0][1] for run in cell.runs.values()))
+        return number(form, getattr(cell.over_rounds(name), "mean", None))
 
-def _length(cell: CellResult) -> Entry:
-    return _over_rounds("{:.2g}", cell, views.LENGTH)
-
-
-def _over_rounds(form: str, cell: CellResult, measure: str) -> Entry:
-    return number(form, getattr(cell.over_rounds(measure), "mean", None))
+    return column
 
 
 def _tuned(table: TableResult, tuned: Sequence[Tuned], key: str) -> Table:
@@ -351,34 +349,35 @@ def _tuned(table: TableResult, tuned: Sequence[Tuned], key: str) -> Table:
 def _analyses(study: StudyResult, kind: str, name: str) -> list[Block]:
     """Return the analyses of one kind: figures, means over seeds, and every seed folded away."""
     groups, rows = views.of_seeds(study, kind), views.over_seeds(study)[kind]
-    heads = {key: head for key, head in views.HEADS[kind].items() if any(key in row.numbers for row in rows)}
-    entries = [
-        [Entry(label(row.label)), *(stat(row.numbers.get(key), row.scale(key)) for key in heads), number("{}", row.n)] for row in rows
+    heads = _heads(views.HEADS[kind], [row.numbers for row in rows])
+    entries: list[Row] = [
+        [label(row.label), *(stat(row.numbers.get(key), row.scale(key)) for key in heads), number("{}", row.n)] for row in rows
     ]
-    caption = f"{label(study.name)}, {views.TITLES[kind][0].lower()}{views.TITLES[kind][1:]}: {MEANS}. {views.UNITS}"
+    title = views.TITLES[kind]
+    caption = f"{label(study.name)}, {title[0].lower()}{title[1:]}: {MEANS}. {views.UNITS}"
     means = Table(f"{name}-{kind}", caption, ["", *heads.values(), "n"], entries, "measured", len(heads) > ACROSS // 2)
-    keyed = [
-        (group, key)
-        for group, key in zip(groups, blocks.unique([f"{name} study {kind} {group[0].title}" for group in groups]), strict=True)
-    ]
-    drawn: dict[str, Callable[[], list[Chart]]] = {
-        "sweep": lambda: _drawn(charts.along(groups, kind, f"{name}-study-alpha")),
-        "interpolate": lambda: _drawn(charts.along(groups, kind, f"{name}-study-between")),
-        "interference": lambda: _drawn(*(charts.disentanglement(*each) for each in keyed)),
-        "forget": lambda: _drawn(charts.forgotten_cost(groups, f"{name}-study-forgotten"), *(charts.forgetting(*each) for each in keyed)),
-    }
-    opening: list[Block] = [Heading(views.TITLES[kind], f"{name}-{kind}", 3), answers.measured(rows, views.TITLES[kind])]
+    keyed = list(zip(groups, blocks.unique(f"{name} study {kind} {group[0].title}" for group in groups), strict=True))
+    drawn: list[Chart | None] = []
+    if kind in ALONG:
+        drawn = [charts.along(groups, kind, f"{name}-study-{ALONG[kind]}")]
+    elif kind == "interference":
+        drawn = [charts.disentanglement(*each) for each in keyed]
+    elif kind == "forget":
+        drawn = [charts.forgotten_cost(groups, f"{name}-study-forgotten"), *(charts.forgetting(*each) for each in keyed)]
     folded = Details("Seed by seed", _seeds_of(study, kind, f"{name}-{kind}-seeds"))
-    return [*opening, *(drawn[kind]() if kind in drawn else []), means, folded]
+    return [Heading(title, f"{name}-{kind}", 3), answers.measured(rows, title), *_drawn(*drawn), means, folded]
+
+
+def _heads(heads: Mapping[str, str], measured: Sequence[Container[str]]) -> dict[str, str]:
+    """Return number -> column of those numbers that were measured."""
+    return {key: head for key, head in heads.items() if any(key in numbers for numbers in measured)}
 
 
 def _seeds_of(study: StudyResult, kind: str, name: str) -> list[Block]:
     """Return every analysis of a kind, one row per pair of task vectors or client, and the notes."""
     measured = [(a, *each) for group in views.of_seeds(study, kind) for a in group for each in views.measurements(a)]
-    heads = {key: head for key, head in (views.HEADS[kind] | views.FURTHER).items() if any(key in numbers for *_, numbers in measured)}
-    rows = [
-        [Entry(label(of)), Entry(str(a.seed), "", a.seed), *(_plain(numbers.get(key), key) for key in heads)] for a, of, numbers in measured
-    ]
+    heads = _heads(views.HEADS[kind] | views.FURTHER, [numbers for *_, numbers in measured])
+    rows: list[Row] = [[label(of), number("{}", a.seed), *(_plain(numbers.get(key), key) for key in heads)] for a, of, numbers in measured]
     runs = {run.name: f"{label(cell.label)} (seed {seed})" for t in study.tables for cell in t.cells for seed, run in cell.runs.items()}
     notes = []
     for a in (a for a in study.analyses if a.kind == kind):
@@ -424,18 +423,21 @@ def _searches(searches: Sequence[SearchResult]) -> list[Block]:
         count = f"{len(search.trials)} trials ({', '.join(f'{n} {state}' for state, n in states.items())})" if states else "no trials"
         rows.append([label(search.name), count, f"best (trial {search.best})", *_trial(answers.best_trial(search) or {})])
         rows.append(["", "", "default", *_trial(search.default)])
-        trials = [
-            [f"trial {t['number']}", t["state"], *(_value(t["params"].get(name)) for name in search.keys), _plain(t["value"], "value")]
-            for t in search.trials
-        ]
+        story += [Heading(f"Search {label(search.name)}", key, 3), answers.search(search), *_drawn(charts.trials(search, f"{key}-trials"))]
         shared = [blocks.Text(clean(f"All trials share: {', '.join(search.experiment)}."), soft=True)] if search.experiment else []
-        header = ["", "state", *search.keys, "validation accuracy, %"]
-        listed = Table(f"{key}-list", f"{label(search.name)}: one run per trial (n = 1).", header, trials, "trials")
-        drawn = _drawn(charts.trials(search, f"{key}-trials"))
-        story += [Heading(f"Search {label(search.name)}", key, 3), answers.search(search), *drawn, Details("Trials", [*shared, listed])]
+        story.append(Details("Trials", [*shared, _trials(search, f"{key}-list")]))
     caption = "Searches over hyper-parameters: validation accuracy in percent, one run per trial (n = 1); the test set was not read."
     header = ["search", "trials", "", "validation accuracy, %", "parameters"]
     return [Heading("Searches", "searches"), Table("searches", caption, header, rows, "searches", True), *story] if rows else []
+
+
+def _trials(search: SearchResult, key: str) -> Table:
+    rows: list[Row] = []
+    for trial in search.trials:
+        values = [_value(trial["params"].get(name)) for name in search.keys]
+        rows.append([f"trial {trial['number']}", trial["state"], *values, _plain(trial["value"], "value")])
+    header = ["", "state", *search.keys, "validation accuracy, %"]
+    return Table(key, f"{label(search.name)}: one run per trial (n = 1).", header, rows, "trials")
 
 
 def _trial(trial: Mapping[str, Any]) -> tuple[Entry, str]:

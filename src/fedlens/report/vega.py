@@ -186,7 +186,7 @@ def line_chart(
     for i, panel in enumerate(panels):
         own = [each for each in drawn if each.panel == panel]
         rows = [row for each in (drawn if style.share else own) for row in each.rows(style.bounds)]
-        views.append({**_panel(own, _axes(rows, x, y, style, not i % columns), look, style), **titled(panel)})
+        views.append({**_panel(own, _axes(rows, x, y, style, not i % columns), look, style), "title": clean(panel) or None})
     return build((key, title, caption, kind), views, columns, wide)
 
 
@@ -294,7 +294,8 @@ def heat_view(heat: Heat, axes: Axes, most: float | None = None, known: Sequence
     encoding = {"x": names_axis("c", columns, axes[1]), "y": names_axis("r", rows, axes[0])}
     height = (30 if heat.texts else 20) * len(rows) if numbered else HEIGHT
     unroll = [{"calculate": f"datum.c || sequence({len(columns)})", "as": "c"}, {"flatten": fields}, {"filter": "isValid(datum.v)"}]
-    return {"data": {"values": data}, "transform": unroll, "encoding": encoding, "layer": layers, "height": height, **titled(heat.title)}
+    view = {"data": {"values": data}, "transform": unroll, "encoding": encoding, "layer": layers, "height": height}
+    return {**view, "title": clean(heat.title) or None}
 
 
 def bar_view(rows: Mapping[str, Mapping[str, float]], x: str, width: int) -> Spec:
@@ -314,10 +315,6 @@ def names_axis(field: str, names: Sequence[Any], title: str) -> Spec:
     axis = {"domain": False, "ticks": False, "grid": False, "labelAngle": 0, "values": many, "labelOverlap": "greedy" if across else False}
     axis |= {"labelFontSize": 9} if across and sum(len(str(name)) + 2 for name in many) * LETTER > WIDE * 0.7 else {}
     return {"field": field, "type": "ordinal", "sort": None, "scale": {"domain": list(names)}, "title": clean(title) or None, "axis": axis}
-
-
-def titled(title: str) -> Spec:
-    return {"title": clean(title)} if title else {}
 
 
 def distinct(names: Sequence[str]) -> list[str]:
