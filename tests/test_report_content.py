@@ -258,12 +258,14 @@ def test_what_tuning_tried_is_listed_and_a_choice_at_an_end_or_an_edge_is_marked
 
 
 def test_studies_stand_in_the_order_of_the_story(tmp_path: Path) -> None:
-    names = ["own", "rates", "strategies", "baselines", "heterogeneity"]
+    names = ["own", "rates", "layerscale", "strategies", "baselines", "six_models", "heterogeneity"]
     made = contents(*(make_study(tmp_path / name, PLAIN, name=name) for name in names))
     headings = [block.key for block in made.blocks if isinstance(block, Heading) and block.level == 2]
-    assert headings == [f"study-{name}" for name in ("baselines", "heterogeneity", "strategies", "rates", "own")]
+    assert headings == [
+        f"study-{name}" for name in ("six-models", "baselines", "heterogeneity", "strategies", "layerscale", "rates", "own")
+    ]
     assert [block.key for block in made.lead if isinstance(block, Chart)] == ["main-strategies-three-models-cells"]
-    assert [block.question for block in made.lead if isinstance(block, Answer)] == ["Which one wins?"] * 5
+    assert [block.question for block in made.lead if isinstance(block, Answer)] == ["Which one wins?"] * 7
 
 
 def test_question_answer_figure_and_table_follow_each_other(tmp_path: Path) -> None:
@@ -273,6 +275,12 @@ def test_question_answer_figure_and_table_follow_each_other(tmp_path: Path) -> N
     assert [type(block) for block in made.lead] == [Text, Answer, Chart]
     assert made.lead[0].text.startswith("11 finished runs of tiny on toy_set, n = 2 to 3 per cell.")  # type: ignore[union-attr]
     assert made.title == "toy" and report(gather([tmp_path / "s"]), "Mine").title == "Mine"
+
+
+def test_of_one_cell_its_curves_come_before_its_table(tmp_path: Path) -> None:
+    made = contents(make_study(tmp_path / "s", {"t": [("a", "dense", {}, [0.5, 0.6])]}))
+    shown = [block.kind for block in made.blocks if isinstance(block, Chart | Table)]
+    assert shown[:3] == ["val_accuracy", "cells", "scores"]
 
 
 def test_a_study_answers_with_its_first_significant_difference(tmp_path: Path) -> None:

@@ -219,14 +219,17 @@ def test_each_block_has_its_place_and_the_contents_link_to_the_headings() -> Non
     table = Table("t", "A caption", ["cell", "value"], [["a", Entry("1", "below", 1.0, "best")], ["b", Entry("0", "", 0.0, "differs")]])
     rest = [Heading("One", "one"), Answer("Why?", "Because.", ["one seed"]), Heading("Two", "two", 3), Items(["x", "y"]), table]
     folded = Details("More", [Code("run \\\n  --fast <now>"), Text("Inside", soft=True)])
-    text = html_page(Report("A title", [Text("First"), Answer("Why?", "Because.", part="one")], [*rest, folded]))
+    text = html_page(Report("A title", [Text("First"), Answer("Why?", "Because.", ["one seed"], "one")], [*rest, folded]))
     assert re.findall(r'<a href="#([\w-]+)">(.*?)</a>', text[text.index("<nav") : text.index("</nav>")]) == [
         ("top", "Overview"),
         ("part-one", "One"),
         ("part-two", "Two"),
     ]
     assert '<a href="#part-one">Why?</a>' in text[: text.index("<h2")]  # an answer of the first screen leads to its part
-    assert "<ul><li>one seed</li></ul>" in text
+    assert "<ul><li>one seed</li></ul>" in text[text.index("<h2") :]
+    assert "<details><summary>1 caution</summary><ul><li>one seed</li></ul></details>" in text[: text.index("<h2")], (
+        "short on the first screen"
+    )
     assert '<td class="number best" data-v="1">1<small>below</small></td>' in text
     assert '<td class="number differs" data-v="0">0 †</td>' in text
     assert "<details><summary>More</summary><pre" in text
@@ -252,6 +255,11 @@ def test_numbers_that_are_not_finite_are_absent_in_charts_and_sorted_last_in_tab
     text = html_page(Report("r", [chart], [Table("t", "c", ["a", "b"], [["x", Entry("nan", "", float("nan"))]])]))
     assert charts_of(text)["c"]["data"]["values"] == [{"x": None, "y": 1.0}]
     assert ">nan</td>" in text and "data-v" not in text[text.index("<main") : text.index("</main>")]
+
+
+def test_texts_in_charts_keep_their_lines() -> None:
+    text = html_page(Report("r", [Chart("c", "t", "", {"mark": "text", "data": {"values": [{"t": "80.1\n± /home/me/x"}]}})], []))
+    assert charts_of(text)["c"]["data"]["values"] == [{"t": "80.1\n± …/x"}]
 
 
 # --- what it must not do
