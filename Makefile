@@ -39,9 +39,9 @@ test-flower: .venv-flower/done
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
-# the documentation, into site/
-docs: .venv/dev.done
-	$(BIN)/mkdocs build --strict
+# the documentation, into site/, from an environment of its own: mkdocs, and torch, for which a build without CUDA is enough
+docs: .venv-docs/done
+	.venv-docs/bin/mkdocs build --strict
 
 # all tables and figures of the paper from results/, and paper/paper.pdf where latexmk or another TeX is installed
 paper: .venv/core.done
@@ -59,10 +59,15 @@ install: .venv/core.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,hf,mlflow,notebooks,search,tensorboard,wandb]'
 	touch $@ .venv/core.done
 
+.venv-docs/done: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	touch $@
+
 .venv-flower/done: pyproject.toml constraints-flower.txt
 	test -x $(FLOWER)/python || $(PYTHON) -m venv .venv-flower
 	$(FLOWER)/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e '.[flower]' pytest
 	touch $@
 
 clean:
-	rm -rf .venv .venv-flower demo runs studies report site build dist
+	rm -rf .venv .venv-docs .venv-flower demo runs studies report site build dist

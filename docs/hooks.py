@@ -1,16 +1,19 @@
-"""What the reference says of keys, rules, experiments and commands comes from the code at build time, so that it cannot go stale.
+"""Fill pages from the code when the site is built, so that keys, rules, experiments and commands cannot be outdated; make MathML of formulas.
 
-A page writes `<!-- fedlens: NAME -->` where a table belongs; GENERATED says which there are. Its line `> … make docs …`, for readers of the repository, is left out.
+A page writes `<!-- fedlens: NAME -->` where a table belongs; GENERATED lists the names. Its line `> … make docs …`, for readers of the repository, is left out.
 """
 
 import argparse
+import html
 import inspect
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from omegaconf import OmegaConf
 
@@ -33,6 +36,8 @@ from fedlens.training.algorithms import ALGORITHMS
 CONF = Path(config.__file__).parent / "conf"
 MARKER = re.compile(r"^<!-- fedlens: (\w+) -->$", re.MULTILINE)
 UNBUILT = re.compile(r"^> .*`make docs`.*\n+", re.MULTILINE)
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+FAR = 30  # spaces before a line that continues the meaning above it
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -42,6 +47,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return GENERATED[match[1]]()
 
     return MARKER.sub(fill, UNBUILT.sub("", markdown))
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace formulas in TeX by MathML, which browsers show without a script, a font or the network."""
+
+    def mathml(match: re.Match[str]) -> str:
+        tag, bracket, tex = match.groups()
+        formula = convert(html.unescape(tex), display="block" if bracket == "[" else "inline")
+        return f'<{tag} class="formula">{formula}</{tag}>'
+
+    return FORMULA.sub(mathml, content)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -128,9 +144,38 @@ def sources() -> str:
     return table(["`fl.load_dataset`", ""], [*rows, ["`hf:NAME[:CONFIG]`", "An image set of the Hugging Face hub or of a local path."]])
 
 
-def indented(module: object) -> Callable[[], str]:
-    """A module's docstring as it is laid out, as code."""
-    return lambda: "```text\n" + (inspect.getdoc(module) or "").replace("```", "") + "\n```"
+def yaml_keys(module: object) -> Callable[[], str]:
+    """Return a module's docstring with its indented YAML as tables: key, example, meaning."""
+
+    def filled() -> str:
+        parts = (inspect.getdoc(module) or "").split("\n\n")
+        return "\n\n".join(yaml_table(part) if part.startswith("    ") else part for part in parts)
+
+    return filled
+
+
+def yaml_table(text: str) -> str:
+    rows: list[list[str]] = []
+    path: list[tuple[int, str]] = []  # indentation and name of the keys around a line
+    for line in textwrap.dedent(text).splitlines():
+        indent, body = len(line) - len(line.lstrip()), line.strip()
+        if indent > FAR:
+            rows[-1][2] += f"; {body}"
+            continue
+        code, _, meaning = (part.strip() for part in body.partition("  "))
+        if code.startswith("- "):
+            indent, code = indent + 2, code[2:]
+        name, colon, example = code.partition(":")
+        path = [(i, key) for i, key in path if i < indent]
+        if code.startswith("{") and meaning:
+            rows.append([path[-1][1], code, meaning])
+        elif code.startswith("{"):
+            rows[-1][1] = code
+        elif colon:
+            path.append((indent, ".".join([*(key for _, key in path[-1:]), name])))
+            rows.append([path[-1][1], example.strip(), meaning])
+    shown = [[f"`{key}`", f"`{example}`" if example else "", meaning] for key, example, meaning in rows if meaning]
+    return table(["key", "example", "meaning"], shown)
 
 
 # --- commands and the Python API
@@ -172,9 +217,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "schedules": registry(SCHEDULES, "`optim.schedule`"),
     "partitions": registry(SCHEMES, "`data.partition`"),
     "labels": labels_and_scores,
-    "plans": indented(plans),
-    "analyses": indented(analyses),
-    "spaces": indented(search_space),
+    "plans": yaml_keys(plans),
+    "analyses": yaml_keys(analyses),
+    "spaces": yaml_keys(search_space),
     "commands": commands,
     "python": python,
 }

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from results_pages import written
 
 import fedlens as fl
 from fedlens.data.partition import label_counts
 from fedlens.report.blocks import Chart
 from fedlens.report.charts import ACCURACY, VALIDATION, mask_chart, partition_chart
-from fedlens.report.vega import Series, line_chart, render
+from fedlens.report.vega import Series, line_chart
 from fedlens.study.arith import sweep_run
 
 CLIENTS = 10
@@ -50,9 +51,8 @@ def main() -> None:
 
 
 def write(chart: Chart, out: Path) -> None:
-    """Write KEY.svg for light pages and KEY-dark.svg for dark ones."""
-    for name, dark in ((chart.key, False), (f"{chart.key}-dark", True)):
-        (out / f"{name}.svg").write_bytes(render(chart, "svg", dark))
+    for file, text in written(chart, chart.key).items():
+        (out / file).write_text(text, encoding="utf-8")
 
 
 def drift_figure(runs: dict[str, list[fl.Run]], out: Path) -> None:

@@ -7,20 +7,35 @@ of its tables, <!-- results: STUDY / KIND --> by its analyses of that kind. --ch
 import argparse
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from fedlens.report.blocks import label
-from fedlens.report.charts import along, forgotten_cost, lengths, scores
+from fedlens.report.blocks import Chart, label
+from fedlens.report.charts import ACCURACY, TEST, along, forgotten_cost, grid_map, lengths, scores
 from fedlens.report.markdown import escaped, rows_text
 from fedlens.report.over_seeds import HEADS, LENGTH, beside, layout, of_seeds, over_seeds, rate_of
-from fedlens.report.vega import render
+from fedlens.report.vega import Series, Style, line_chart, render
 from fedlens.study.results import CellResult, StudyResult, TableResult, gather
 from fedlens.study.statistics import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 FIGURES = ROOT / "docs" / "figures"
-TEST = "test accuracy, %"
+WIDTH = 520  # pixels of a figure: as wide as the page on a screen, still readable on a phone
+HEAD = "test accuracy, %"
+PARTS = {"train": "training images", "val": "validation images", "test": "test images"}
+PLACES = {  # label of a cell -> name in the figure of the main finding
+    "least_sensitive, no value": "least sensitive",
+    "its place at random": "random, same tensors",
+    "least_sensitive, no Q or K": "least sensitive, no Q or K",
+    "its place at random, no Q or K": "random, same tensors, no Q or K",
+    "anywhere": "random anywhere",
+    "anywhere but in the patch embedding": "random, no patch embedding",
+}
+SEEDS = re.compile(r" \(n = \d+\)")
+INVISIBLE = re.compile(r'<path[^>]* opacity="0"/>')
+DIGITS = re.compile(r"(?<![#\w.])-?\d+\.\d{3,}")
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: / ([^\n]+?))? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
@@ -41,10 +56,10 @@ def whole(study: StudyResult) -> str:
     """Return the table of a study: cases by values of the grid, or the cells of all tables side by side."""
     grid = layout(study.tables[0])
     if grid:
-        head = [TEST, *(f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values)]
+        head = [HEAD, *(f"{grid.key.rsplit('.', 1)[-1]} {value}" for value in grid.values)]
         return lines(head, [[case, *(entry(grid.at(case, value)) for value in grid.values)] for case in grid.cases])
     rows = [[name, *map(entry, cells)] for name, cells in beside(study.tables)]
-    return lines([TEST, *(label(each.name) for each in study.tables)], rows)
+    return lines([HEAD, *(label(each.name) for each in study.tables)], rows)
 
 
 def part(study: StudyResult, name: str) -> str:
@@ -68,10 +83,15 @@ def of_table(table: TableResult) -> str:
         rate, length = rate_of(cell), cell.over_rounds(LENGTH)
         lengths = [f"{length.mean:.2g}" if length else ""] if table.sends else []
         rows.append([cell.label, entry(cell), f"{rate:g}" if rate else "", *lengths])
-    return lines(["", TEST, "learning rate", *(["length of an update"] if table.sends else [])], rows)
+    return lines(["", HEAD, "learning rate", *(["length of an update"] if table.sends else [])], rows)
 
 
 def lines(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table; a number of seeds that all entries share stands in the header."""
+    seeds = {n for row in rows for entry in row for n in SEEDS.findall(entry)}
+    if len(seeds) == 1:
+        head = [f"{title}{min(seeds)}" if title == HEAD else title for title in head]
+        rows = [[SEEDS.sub("", entry) for entry in row] for row in rows]
     return rows_text(head, [[escaped(row[0]), *row[1:]] for row in rows]) + "\n"
 
 
@@ -84,19 +104,91 @@ def updated() -> dict[Path, str]:
         return f"{match[1]}{part(study, match[3]) if match[3] else whole(study)}{match[4]}"
 
     pages = {ROOT / name: BLOCK.sub(block, (ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
-    places = {table.name: table for table in studies["places"].tables}
-    both = TableResult("places", "", [*places["score or place"].cells, *places["places"].cells])
+    for name, chart in figures(studies).items():
+        pages |= {FIGURES / file: text for file, text in written(chart, name).items()}
+    return pages
+
+
+# --- figures
+
+
+def written(chart: Chart, name: str) -> dict[Path, str]:
+    """Return NAME.svg for light pages and NAME-dark.svg for dark ones, without invisible marks and with coordinates of two digits."""
+
+    def small(dark: bool) -> str:
+        return DIGITS.sub(lambda match: f"{float(match[0]):.2f}", INVISIBLE.sub("", render(chart, "svg", dark).decode()))
+
+    return {Path(f"{name}{suffix}.svg"): small(dark) for suffix, dark in (("", False), ("-dark", True))}
+
+
+def figures(studies: Mapping[str, StudyResult]) -> dict[str, Chart]:
+    """Return the figures by the names of their files."""
+    one_place, six = tables(studies["baselines"]), studies["six_models"].tables[0]
+    sparsity, calibration = studies["sparsity"].tables[0], tables(studies["calibration"])["rounds of calibration"]
+    dense = {"dense training": 100 * mean(tables(studies["forgetting"])["with and without a client"], "dense")}
     charts = {
         "mask_rules": lengths(studies["strategies"].tables[-1], "mask-rules"),
-        "places": scores(both, "places"),
+        "places": scores(finding(studies["places"]), "places"),
+        "layerscale": scores(studies["layerscale"].tables[0], "layerscale"),
+        "six_models": scores(six, "six-models"),
+        "six_models_rounds": loss_and_accuracy([(cell.label, cell, "test") for cell in six.cells], "round", "six-models-rounds"),
+        "six_models_epochs": loss_and_accuracy([(cell.label, cell, "test") for cell in six.cells], "epoch", "six-models-epochs"),
+        "curves": loss_and_accuracy(
+            [(name, studies["curves"].tables[0].cells[0], part) for part, name in PARTS.items()], "epoch", "curves"
+        ),
+        "heterogeneity": grid_map(studies["heterogeneity"].tables[0], "heterogeneity"),
+        "sparsity": by_density(sparsity, dense),
+        "calibration": scores(calibration, "calibration"),
+        "schedules": scores(one_place["schedules"], "schedules"),
         "forgetting": forgotten_cost(of_seeds(studies["forgetting"], "forget"), "forgetting"),
         "arithmetic": along(of_seeds(studies["arithmetic"], "sweep"), "sweep", "arithmetic"),
     }
-    for name, chart in charts.items():
-        assert chart is not None, name
-        for suffix, dark in (("", False), ("-dark", True)):
-            pages[FIGURES / f"{name}{suffix}.svg"] = render(chart, "svg", dark).decode()
-    return pages
+    drawn = {name: widened(chart) for name, chart in charts.items() if chart}
+    assert drawn.keys() == charts.keys(), charts.keys() - drawn.keys()
+    return drawn
+
+
+def widened(chart: Chart) -> Chart:
+    """Return the chart in the width of a page, with room for names in a wider font than the one it is laid out with."""
+    spec = {**chart.spec, "padding": {"left": 22, "right": 12, "top": 3, "bottom": 3}}
+    if "concat" in spec:
+        spec["concat"] = [{**view, "width": WIDTH // len(spec["concat"]) - 46} for view in spec["concat"]]
+    else:
+        spec["width"] = WIDTH
+    return replace(chart, spec=spec)
+
+
+def finding(study: StudyResult) -> TableResult:
+    """Return the masks by score, their places at random, and random masks in one kind of weight, under names that explain themselves."""
+    cells = [cell for name in ("score or place", "places") for cell in tables(study)[name].cells]
+    return TableResult("places", "", [replace(cell, label=PLACES.get(cell.label, f"random in {cell.label}")) for cell in cells])
+
+
+def tables(study: StudyResult) -> dict[str, TableResult]:
+    return {table.name: table for table in study.tables}
+
+
+def mean(table: TableResult, label: str) -> float:
+    accuracy = next(cell for cell in table.cells if cell.label == label).summary("test_accuracy")
+    assert accuracy is not None
+    return accuracy.mean
+
+
+def loss_and_accuracy(lines: list[tuple[str, CellResult, str]], unit: str, key: str) -> Chart:
+    panels = {"loss": 1, "accuracy (%)": 100}
+    series = [
+        Series(name, points, panel=panel, scale=scale)
+        for panel, scale in panels.items()
+        for name, cell, part in lines
+        if (points := cell.mean_curve(unit, f"{part}_{panel.split()[0]}"))
+    ]
+    return line_chart(key, "Loss and accuracy", "", series, unit, "", Style(share=False))
+
+
+def by_density(table: TableResult, levels: dict[str, float]) -> Chart:
+    points = [(float(cell.values["mask.density"]), accuracy) for cell in table.cells if (accuracy := cell.summary("test_accuracy"))]
+    series, style = [Series("least_sensitive", sorted(points), scale=100)], replace(ACCURACY, log=True)
+    return line_chart("sparsity", "Density", "", series, "density of the mask", TEST, style, levels=levels)
 
 
 def main() -> int:

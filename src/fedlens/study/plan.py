@@ -1,11 +1,12 @@
 """Plans of many runs: YAML that a user can copy and edit (fedlens/conf/study/*.yaml).
 
-    question: How do heterogeneity and local steps hurt?      purpose of the study
+    question: How do heterogeneity and local steps hurt?      purpose of the study, the heading of its answer
     seeds: 3                                                  0, 1, 2; or a list
     where: {embedded: [overrides…], cifar100: [overrides…]}   places; the first is the default of --on
     set: [overrides…]                                         for every run
     tables:
-      - name: Nc and J
+      - name: Nc and J                                        name for --table and for the files of a report
+        question: How many local steps are too many?          purpose of the table (default: none)
         set: [overrides…]                                     for every run of this table; or {cifar100: [overrides…]}
         cases: {IID: [overrides…], Nc=50: {cifar100: […]}}    a case with one entry per place is skipped where its place is missing
         grid: {federated.local_steps: [4, 8, 16]}             every case with every combination; null and lists are values too

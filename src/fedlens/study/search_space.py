@@ -7,7 +7,7 @@
       optim.lr: {low: 1e-4, high: 0.3, log: true}              integers where the key is an integer; or {embedded: {…}, cifar100: {…}}
       optim.momentum: {low: 0.0, high: 0.95, step: 0.05}
       optim.clip_norm: {choices: [null, 0.1, 1.0]}
-    trials: 24
+    trials: 24                                                 how many runs; --trials overrides it
     seed: 0                                                    of the sampler; the runs have the seed of the configuration
     pruning: {warmup: 2, startup: 5}                           prune from the third evaluation on, after five complete trials
 
