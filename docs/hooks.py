@@ -15,6 +15,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
 from omegaconf import OmegaConf
 
 import fedlens
@@ -34,10 +35,19 @@ from fedlens.study import plan as plans
 from fedlens.training.algorithms import ALGORITHMS
 
 CONF = Path(config.__file__).parent / "conf"
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 MARKER = re.compile(r"^<!-- fedlens: (\w+) -->$", re.MULTILINE)
 UNBUILT = re.compile(r"^> .*`make docs`.*\n+", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+BRACES = re.compile(r"\{[^{}]*\}|(?<!\w)--\w+")  # YAML and options inside a meaning, which Markdown would change
 FAR = 30  # spaces before a line that continues the meaning above it
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the notebooks themselves, for readers who want to run them."""
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -174,7 +184,7 @@ def yaml_table(text: str) -> str:
         elif colon:
             path.append((indent, ".".join([*(key for _, key in path[-1:]), name])))
             rows.append([path[-1][1], example.strip(), meaning])
-    shown = [[f"`{key}`", f"`{example}`" if example else "", meaning] for key, example, meaning in rows if meaning]
+    shown = [[f"`{key}`", f"`{example}`" if example else "", BRACES.sub(r"`\g<0>`", meaning)] for key, example, meaning in rows if meaning]
     return table(["key", "example", "meaning"], shown)
 
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 FIGURES = ROOT / "docs" / "figures"
 WIDTH = 520  # pixels of a figure: as wide as the page on a screen, still readable on a phone
+NAMES = 110  # pixels beside a map for the names of its rows
 HEAD = "test accuracy, %"
 PARTS = {"train": "training images", "val": "validation images", "test": "test images"}
 PLACES = {  # label of a cell -> name in the figure of the main finding
@@ -113,12 +114,14 @@ def updated() -> dict[Path, str]:
 
 
 def written(chart: Chart, name: str) -> dict[Path, str]:
-    """Return NAME.svg for light pages and NAME-dark.svg for dark ones, without invisible marks and with coordinates of two digits."""
+    """Return NAME.svg for light pages and NAME-dark.svg for dark ones."""
+    looks, wide = {"": False, "-dark": True}, widened(chart)
+    return {Path(f"{name}{suffix}.svg"): smaller(render(wide, "svg", dark).decode()) for suffix, dark in looks.items()}
 
-    def small(dark: bool) -> str:
-        return DIGITS.sub(lambda match: f"{float(match[0]):.2f}", INVISIBLE.sub("", render(chart, "svg", dark).decode()))
 
-    return {Path(f"{name}{suffix}.svg"): small(dark) for suffix, dark in (("", False), ("-dark", True))}
+def smaller(svg: str) -> str:
+    """Leave out invisible marks, and digits of coordinates beyond the second."""
+    return DIGITS.sub(lambda match: f"{float(match[0]):.2f}", INVISIBLE.sub("", svg))
 
 
 def figures(studies: Mapping[str, StudyResult]) -> dict[str, Chart]:
@@ -143,7 +146,7 @@ def figures(studies: Mapping[str, StudyResult]) -> dict[str, Chart]:
         "forgetting": forgotten_cost(of_seeds(studies["forgetting"], "forget"), "forgetting"),
         "arithmetic": along(of_seeds(studies["arithmetic"], "sweep"), "sweep", "arithmetic"),
     }
-    drawn = {name: widened(chart) for name, chart in charts.items() if chart}
+    drawn = {name: chart for name, chart in charts.items() if chart}
     assert drawn.keys() == charts.keys(), charts.keys() - drawn.keys()
     return drawn
 
@@ -152,7 +155,9 @@ def widened(chart: Chart) -> Chart:
     """Return the chart in the width of a page, with room for names in a wider font than the one it is laid out with."""
     spec = {**chart.spec, "padding": {"left": 22, "right": 12, "top": 3, "bottom": 3}}
     if "concat" in spec:
-        spec["concat"] = [{**view, "width": WIDTH // len(spec["concat"]) - 46} for view in spec["concat"]]
+        columns = spec["columns"]
+        width = WIDTH // columns - (46 if columns > 1 else NAMES)
+        spec["concat"] = [{**view, "width": width} for view in spec["concat"]]
     else:
         spec["width"] = WIDTH
     return replace(chart, spec=spec)
