@@ -7,6 +7,7 @@ import argparse
 import base64
 import tempfile
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from textwrap import indent
 
@@ -43,13 +44,12 @@ def page(notebook: nbformat.NotebookNode, name: str) -> Iterator[str]:
             continue
         code = f"```python\n{cell.source}\n```"
         yield f"{INSTALLATION}\n\n{indent(code, '    ')}" if number == 1 else code
-        for output in cell.outputs:
-            data = output.get("data", {})
-            if "image/svg+xml" in data or "image/png" in data:
+        for printed, outputs in groupby(cell.outputs, lambda output: output.output_type == "stream"):
+            if printed and (text := "".join(output.text for output in outputs).strip()):
+                yield f"```text\n{text}\n```"
+            for data in [] if printed else [output.data for output in outputs]:
                 figures += 1
                 yield figure(data, f"{name}-{figures}")
-            elif text := output.get("text") or data.get("text/plain"):
-                yield f"```text\n{text.rstrip()}\n```"
 
 
 def figure(data: dict[str, str], name: str) -> str:

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import chromium
 
 from fedlens.cli import main, parser
 from fedlens.data import SOURCES
@@ -19,7 +20,8 @@ from fedlens.registry import HOMES, registry
 from fedlens.study.analyses import planned_analyses
 from fedlens.study.plan import read_plan
 
-pytest.importorskip("mkdocs", reason="needs fedlens[docs]")
+for package in ("mkdocs", "latex2mathml"):
+    pytest.importorskip(package, reason="needs fedlens[docs]")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -171,9 +173,45 @@ def test_a_page_that_is_filled_when_it_is_built_says_so_in_the_repository() -> N
 
 def test_figures_are_small_and_shown(site: Path) -> None:
     figures = list((ROOT / "docs" / "figures").iterdir())
-    assert all(figure.stat().st_size < 150_000 for figure in figures)
+    assert all(figure.stat().st_size < 70_000 for figure in figures)
+    light = {figure.stem for figure in figures if not figure.stem.endswith("-dark")}
+    assert {figure.stem for figure in figures} == light | {f"{name}-dark" for name in light}
     text = "".join(page.read_text() for page in PAGES)
     assert not [figure.name for figure in figures if not re.search(rf"figures/{re.escape(figure.name)}(#only-\w+)?\)", text)]
+
+
+def test_formulas_are_mathml_and_need_no_script(site: Path) -> None:
+    for page in PAGES:
+        text = (site / page.relative_to(ROOT / "docs")).with_suffix(".html").read_text()
+        formulas = re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL), re.DOTALL)
+        assert text.count("<math ") == len(formulas), page
+        assert "arithmatex" not in text, page
+    assert (site / "concepts" / "talos.html").read_text().count('display="block"') >= 5
+
+
+def test_a_table_has_every_key_of_a_plan(site: Path) -> None:
+    from fedlens.study.plan import PLAN_KEYS, SPECIAL_KEYS, TABLE_KEYS, TUNE_KEYS
+    from fedlens.study.search_space import SPACE_KEYS
+
+    page = Rows()
+    page.feed((site / "howto" / "study.html").read_text())
+    rows = {row[0]: " ".join(row[1:]) for row in page.rows if len(row) == 3}
+    assert PLAN_KEYS - {"include", "tables"} | {f"tables.{key}" for key in TABLE_KEYS} <= set(rows)
+    assert not [key for key in SPECIAL_KEYS if f"{key}:" not in rows["tables.special"]]
+    assert not [key for key in TUNE_KEYS if f"{key}:" not in rows["tables.tune"]]
+    assert SPACE_KEYS - {"space"} <= set(rows)
+    assert not [meaning for meaning in rows.values() if not re.search(r"\w", meaning)]
+
+
+@pytest.mark.processes
+def test_search_works_on_a_page_that_is_opened_from_a_disk(site: Path) -> None:
+    with chromium() as browser:
+        browser.open(site / "index.html")
+        browser.js("document.querySelector('.md-search__input').focus()")
+        browser.keys("LayerScale")
+        browser.until("document.querySelector('.md-search-result__item a')")
+        assert "LayerScale" in browser.js("document.querySelector('.md-search-result__item').textContent")
+        assert not [url for url in browser.requests() if not url.startswith("file:")]
 
 
 # --- what the pages tell people to type

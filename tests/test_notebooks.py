@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -16,6 +18,7 @@ pytest.importorskip("nbclient", reason="needs fedlens[notebooks]")
 pytest.importorskip("ipykernel", reason="needs fedlens[notebooks]")
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+PAGES = Path(__file__).parents[1] / "docs" / "notebooks"  # written by scripts/docs_notebooks.py
 MINUTES = 10  # for a cell: a busy machine is no error
 
 
@@ -61,6 +64,17 @@ def test_a_notebook_is_kept_without_outputs_and_installs_only_what_is_missing(pa
     assert code[0].source == read(NOTEBOOKS[0]).cells[1].source  # the tests below are of all four
     assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())
     assert "GPU" in cells[0].source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_page_of_a_notebook_has_its_cells_and_an_output_of_each_that_draws(path: Path) -> None:
+    page = (PAGES / f"{path.stem}.md").read_text()
+    sources = [indent(cell.source, "    ") if number == 1 else cell.source for number, cell in enumerate(read(path).cells)]
+    places = [page.find(source) for source in sources]
+    assert -1 not in places and places == sorted(places)  # else run scripts/docs_notebooks.py
+    figures = {file.name for file in PAGES.glob(f"{path.stem}-*")}
+    assert figures and figures == set(re.findall(rf"\(({path.stem}-\d+\.\w+)\)", page))
+    assert all((PAGES / name).stat().st_size < 70_000 for name in figures)
 
 
 # --- the first cell ------------------------------------------------------------------------------------------------------
