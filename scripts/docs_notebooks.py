@@ -48,8 +48,11 @@ def page(notebook: nbformat.NotebookNode, name: str) -> Iterator[str]:
             if printed and (text := "".join(output.text for output in outputs).strip()):
                 yield f"```text\n{text}\n```"
             for data in [] if printed else [output.data for output in outputs]:
-                figures += 1
-                yield figure(data, f"{name}-{figures}")
+                if "image/svg+xml" in data or "image/png" in data:
+                    figures += 1
+                    yield figure(data, f"{name}-{figures}")
+                else:
+                    yield f"```text\n{data['text/plain']}\n```"
 
 
 def figure(data: dict[str, str], name: str) -> str:
