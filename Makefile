@@ -41,7 +41,7 @@ test-gpu:
 
 # the documentation, into site/, from an environment of its own: mkdocs, and torch, for which a build without CUDA is enough
 docs: .venv-docs/done
-	.venv-docs/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 # all tables and figures of the paper from results/, and paper/paper.pdf where latexmk or another TeX is installed
 paper: .venv/core.done
