@@ -39,7 +39,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 MARKER = re.compile(r"^<!-- fedlens: (\w+) -->$", re.MULTILINE)
 UNBUILT = re.compile(r"^> .*`make docs`.*\n+", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
-BRACES = re.compile(r"\{[^{}]*\}|(?<!\w)--\w+")  # YAML and options inside a meaning, which Markdown would change
+BRACES = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}|(?<!\w)--\w+")  # YAML and options inside a meaning, which Markdown would change
 FAR = 30  # spaces before a line that continues the meaning above it
 
 
@@ -170,7 +170,7 @@ def yaml_table(text: str) -> str:
     for line in textwrap.dedent(text).splitlines():
         indent, body = len(line) - len(line.lstrip()), line.strip()
         if indent > FAR:
-            rows[-1][2] += f"; {body}"
+            rows[-1][2] = f"{rows[-1][2].rstrip(';')}; {body}"
             continue
         code, _, meaning = (part.strip() for part in body.partition("  "))
         if code.startswith("- "):
@@ -185,6 +185,8 @@ def yaml_table(text: str) -> str:
             path.append((indent, ".".join([*(key for _, key in path[-1:]), name])))
             rows.append([path[-1][1], example.strip(), meaning])
     shown = [[f"`{key}`", f"`{example}`" if example else "", BRACES.sub(r"`\g<0>`", meaning)] for key, example, meaning in rows if meaning]
+    if len({key for key, *_ in shown}) == 1:
+        return table([f"entry of {shown[0][0]}", "meaning"], [row[1:] for row in shown])
     return table(["key", "example", "meaning"], shown)
 
 
