@@ -37,7 +37,7 @@ PLACES = {  # label of a cell -> name in the figure of the main finding
 SEEDS = re.compile(r" \(n = \d+\)")
 COLOUR = re.compile(r"rgb\((\d+), (\d+), (\d+)\)")
 INVISIBLE = re.compile(r'<path[^>]* opacity="0"/>')
-DIGITS = re.compile(r"(?<![#\w.])-?\d+\.\d{3,}")
+DIGITS = re.compile(r"(?<![#\w.])-?\d+\.\d{2,}")
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: / ([^\n]+?))? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
@@ -123,7 +123,7 @@ def written(chart: Chart, name: str) -> dict[Path, str]:
 def smaller(svg: str) -> str:
     """Leave out invisible marks and digits of coordinates beyond the second; write colours in hexadecimal."""
     svg = COLOUR.sub(lambda match: "#" + bytes(map(int, match.groups())).hex(), INVISIBLE.sub("", svg))
-    return DIGITS.sub(lambda match: f"{float(match[0]):.2f}", svg)
+    return DIGITS.sub(lambda match: f"{round(float(match[0]), 2):g}", svg)
 
 
 def figures(studies: Mapping[str, StudyResult]) -> dict[str, Chart]:
