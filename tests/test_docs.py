@@ -173,7 +173,7 @@ def test_a_page_that_is_filled_when_it_is_built_says_so_in_the_repository() -> N
 
 def test_figures_are_small_and_shown(site: Path) -> None:
     figures = list((ROOT / "docs" / "figures").iterdir())
-    assert all(figure.stat().st_size < 60_000 for figure in figures)
+    assert all(figure.stat().st_size < 60 * 1024 for figure in figures)
     light = {figure.stem for figure in figures if not figure.stem.endswith("-dark")}
     assert {figure.stem for figure in figures} == light | {f"{name}-dark" for name in light}
     text = "".join(page.read_text() for page in PAGES)

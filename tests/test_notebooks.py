@@ -74,7 +74,7 @@ def test_the_page_of_a_notebook_has_its_cells_and_an_output_of_each_that_draws(p
     assert -1 not in places and places == sorted(places)  # else run scripts/docs_notebooks.py
     figures = {file.name for file in PAGES.glob(f"{path.stem}-*")}
     assert figures and figures == set(re.findall(rf"\(({path.stem}-\d+\.\w+)\)", page))
-    assert all((PAGES / name).stat().st_size < 60_000 for name in figures)
+    assert all((PAGES / name).stat().st_size < 60 * 1024 for name in figures)
 
 
 # --- the first cell ------------------------------------------------------------------------------------------------------
