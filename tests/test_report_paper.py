@@ -459,7 +459,8 @@ def test_every_measured_number_of_our_paper_is_a_macro_and_no_sentence_has_more_
     text = re.sub(r"(?<!\\)%.*", "", source[source.index(r"\begin{abstract}") :])
     text = re.sub(r"\\(includegraphics|input|label|ref|cite\w*)(\[[^]]*\])?\{[^}]*\}", "", text)
     measured = r"\\(lens|het|iid|one|kind|score|clip|kept|rules|single|six|leave|density)(\[[^]]*\])?(\{[^}]*\})+"
-    settings = {"0.9", "0.01", "0.1", "0.3", "0.14", "6.7"}  # momentum, softness, density, the test set's own error, LayerScale of the weights
+    # momentum, softness, density, the test set's own error, LayerScale of the weights
+    settings = {"0.9", "0.01", "0.1", "0.3", "0.14", "6.7"}
     assert set(re.findall(r"\d+\.\d+", re.sub(measured, "", text))) <= settings
     sentences = re.split(r"(?<=[.;:])\s", re.sub(measured, "NUMBER", text))
     assert max(sentence.count("NUMBER") for sentence in sentences) == 3
