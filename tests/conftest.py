@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,21 +48,25 @@ SMALL_DATA = small_folder()
 
 @cache
 def few_images() -> Path:
-    """A fifth of those: 120 training and 30 test images, for runs of many steps or rounds, each of which writes a checkpoint."""
+    """A fifth of those, SIDE pixels wide: 120 training and 30 test images, for runs of many steps or rounds, each with a checkpoint."""
+    from PIL import Image
+
     root = Path(tempfile.mkdtemp(prefix="fedlens-tests-few-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     for split, count in (("train", 12), ("test", 3)):
         for label in sorted((SMALL_DATA / split).iterdir()):
             (root / split / label.name).mkdir(parents=True)
             for file in sorted(label.iterdir())[:count]:
-                shutil.copy(file, root / split / label.name / file.name)
+                Image.open(file).resize((SIDE, SIDE)).save(root / split / label.name / file.name)
     return root
 
 
+SIDE = 14  # pixels: images of 4 patches, with which a step costs a third of one with the default's 16
 FAST = [
     "data=folder",
     f"data.root={SMALL_DATA}",
     "data.crop=2",
+    f"model.image_size={SIDE}",
     "train.epochs=2",
     "optim.batch_size=60",
     "run.progress=false",
@@ -71,7 +75,7 @@ FAST = [
 ALIASES = "".join(f"a{k}: &a{k} {{{','.join([f'*a{k - 1}'] * 9)}}}\n" for k in range(1, 9))
 BOMB = "a0: &a0 [x]\n" + ALIASES.replace("{", "[").replace("}", "]")  # a few hundred bytes of YAML that stand for 43 million values
 MERGE_BOMB = "a0: &a0 {k: v}\n" + ALIASES.replace("{", "{<<: [").replace("}", "]}")
-EMBEDDED = ["data=fashion_mini", "data.root=null", "optim.batch_size=100"]  # after FAST: the embedded set itself
+EMBEDDED = ["data=fashion_mini", "data.root=null", "model.image_size=28", "optim.batch_size=100"]  # after FAST: the embedded set itself
 
 
 def accept(run: Path) -> None:
@@ -120,6 +124,41 @@ def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the user's data nor their weights, and no Debian copy of Fashion-MNIST, decide a test."""
     monkeypatch.setenv("FEDLENS_DATA", str(tmp_path / "no-data"))
     monkeypatch.setenv("FEDLENS_WEIGHTS", str(tmp_path / "no-weights"))
+
+
+@pytest.fixture
+def shuffle_test_labels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """shuffle_test_labels(): from then on the test set of every run has its labels in another order."""
+
+    def go() -> None:
+        from fedlens.training import bench
+
+        real = bench.load_dataset
+
+        def shuffled(*args: Any, **kw: Any) -> Any:
+            data = real(*args, **kw)
+            data.test.labels = data.test.labels[torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0))]
+            return data
+
+        monkeypatch.setattr(bench, "load_dataset", shuffled)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """run_once(overrides…) -> a finished run of the embedded default, made once per module; tests read it and copy it."""
+    from fedlens.training.run import run
+
+    root, made = tmp_path_factory.mktemp("once"), dict[tuple[str, ...], Any]()
+
+    def go(*overrides: str) -> Any:
+        if overrides not in made:
+            made[overrides] = run([*FAST, f"run.dir={root / str(len(made)) / 'run'}", *overrides])
+        return made[overrides]
+
+    yield go
+    shutil.rmtree(root)  # checkpoints add up
 
 
 @pytest.fixture

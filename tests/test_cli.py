@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FAST
+from processes import completed
 
 import fedlens as fl
 from fedlens.cli import main, parser
@@ -61,9 +62,9 @@ def test_run_prints_the_folder_that_load_run_reads(
     assert {p.name for p in tmp_path.iterdir()} == {"runs"}  # Hydra wrote nothing and stayed here
 
 
-def test_a_sweep_makes_one_run_a_value(tmp_path: Path) -> None:
-    code = f"import torch; torch.set_num_threads(1); from fedlens.cli import main; raise SystemExit(main({['run', '-m', 'seed=1,2', *FAST, 'train.epochs=1']!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+def test_a_sweep_makes_one_run_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = completed(["run", "-m", "seed=1,2", *FAST, "train.epochs=1"])
     assert done.returncode == 0, done.stderr
     runs = [fl.load_run(tmp_path / line) for line in done.stdout.split() if line.startswith("runs/centralized")]
     assert sorted(r.config.seed for r in runs) == [1, 2]
@@ -157,7 +158,7 @@ def test_every_public_name_resolves() -> None:
     ("words", "told"),
     [
         (["run", "experiment=centralized"], "continue an interrupted run with: fedlens resume RUN"),
-        (["study", "strategies"], "the same command continues with what is missing"),
+        (["study", "quick"], "the same command continues with what is missing"),
     ],
 )
 def test_an_interrupt_is_one_line_that_says_how_to_go_on(

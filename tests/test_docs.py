@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
+from small import shrink
 
 from fedlens.cli import main, parser
 from fedlens.data import SOURCES
@@ -255,6 +256,7 @@ def test_python_in_the_documentation_compiles(page: Path) -> None:
 @pytest.mark.parametrize("name", EXECUTED)
 def test_python_in_the_documentation_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    shrink(monkeypatch)
     (page,) = (page for page in [ROOT / "README.md", *PAGES] if page.stem == name)
     namespace: dict[str, object] = {"__name__": name}
     with registries_restored():

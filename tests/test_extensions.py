@@ -1,17 +1,15 @@
 """Rules, algorithms and metrics of a user's own: the code of docs/howto/own-rule.md as a script outside the package."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FAST, few_images
+from processes import completed, start
 
 import fedlens as fl
 
@@ -37,21 +35,17 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return script
 
 
-def command(mine: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(mine), *words], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
 def test_help_and_explain_know_a_variant_that_a_script_registers(mine: Path) -> None:
-    shown = command(mine, "run", "--help").stdout
+    shown = subprocess.run([sys.executable, str(mine), "run", "--help"], capture_output=True, text=True, check=True).stdout
     assert all(name in shown for name in (*OWN.values(), "worst_class"))
-    assert "share=0.7" in command(mine, "explain", "server.merge").stdout
-    assert "alpha=0.01" in command(mine, "explain", "federated.algorithm").stdout
+    assert "share=0.7" in completed(["explain", "server.merge"], mine).stdout
+    assert "alpha=0.01" in completed(["explain", "federated.algorithm"], mine).stdout
 
 
 def test_one_run_uses_a_variant_of_every_kind(mine: Path, tmp_path: Path) -> None:
     chosen = [f"{key}={name}" for key, name in OWN.items()]
     options = ["server.merge_options.share=0.6", "federated.algorithm_options.alpha=0.1", "train.metrics=[worst_class]", "mask.rounds=1"]
-    done = command(mine, "run", "experiment=fedavg_noniid_sparse", *FEW, *FED, *chosen, *options, f"run.dir={tmp_path / 'r'}")
+    done = completed(["run", "experiment=fedavg_noniid_sparse", *FEW, *FED, *chosen, *options, f"run.dir={tmp_path / 'r'}"], mine)
     assert done.returncode == 0, done.stderr
     run = fl.load_run(tmp_path / "r")
     assert {key: value for key, value in OWN.items() if value not in (tmp_path / "r" / "config.yaml").read_text()} == {}
@@ -69,7 +63,7 @@ def test_one_run_uses_a_variant_of_every_kind(mine: Path, tmp_path: Path) -> Non
 )
 def test_a_wrong_name_or_option_is_one_line(mine: Path, tmp_path: Path, override: str, message: str) -> None:
     words = ["run", "experiment=fedavg_iid", "server.merge=agreeing_mean", *FEW, *override.split(), f"run.dir={tmp_path / 'r'}"]
-    done = command(mine, *words)
+    done = completed(words, mine)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "r").exists()
 
@@ -82,7 +76,7 @@ def test_the_table_of_a_study_has_an_own_rule_and_an_own_metric(mine: Path, tmp_
         "tables": [{"name": "rules", "grid": {"server.merge": ["mean", "agreeing_mean"]}}],
     }
     (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-    done = command(mine, "study", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "study"))
+    done = completed(["study", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "study")], mine)
     assert done.returncode == 0, done.stderr
     assert re.search(r"agreeing_mean.* ± ", done.stdout)
     assert "worst_class" in done.stdout
@@ -93,15 +87,15 @@ def test_the_table_of_a_study_has_an_own_rule_and_an_own_metric(mine: Path, tmp_
 def test_the_state_of_an_own_algorithm_survives_a_kill(mine: Path, tmp_path: Path) -> None:
     words = ["experiment=fedavg_noniid", "data.classes_per_client=2", *FEW, *FED, "federated.algorithm=feddyn", "federated.algorithm_options.alpha=0.1",
              "run.checkpoint_minutes=0", "run.keep_last=100", "federated.rounds=8"]  # fmt: skip
-    assert command(mine, "run", *words, f"run.dir={tmp_path / 'whole'}").returncode == 0
+    assert completed(["run", *words, f"run.dir={tmp_path / 'whole'}"], mine).returncode == 0
     killed = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, str(mine), "run", *words, f"run.dir={killed}"], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while not (killed / "checkpoints" / "step-000000002").is_dir() and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = start(["run", *words, f"run.dir={killed}"], mine)
+    while not (killed / "checkpoints" / "step-000000002").is_dir() and process.exitcode is None:
+        process.join(0.005)
+    process.kill()
+    process.join()
     assert not (killed / "summary.json").exists()
-    assert command(mine, "resume", str(killed)).returncode == 0
+    assert completed(["resume", str(killed)], mine).returncode == 0
     assert "resuming at" in (killed / "log.txt").read_text()
     whole, resumed = fl.load_run(tmp_path / "whole"), fl.load_run(killed)
     assert all(torch.equal(tensor, resumed.state[name]) for name, tensor in whole.state.items())

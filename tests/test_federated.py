@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAST, SMALL_DATA, few_images
+from conftest import FAST, SIDE, SMALL_DATA, few_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runs import finished, killed_and_resumed, same, without_time
+from processes import by_two_ranks, finished, killed_and_resumed
+from test_runs import same, without_time
 
 import fedlens as fl
 from fedlens.config import ServerConfig
@@ -155,7 +156,7 @@ def test_all_engines_agree(fed_run: Callable[..., Any], algorithm: str, uneven: 
     ]
     a, threads, b = (fed_run(engine, f"federated.engine={engine}", *options) for engine in ("sequential", "threaded", "cohort"))
     assert same(a.state, threads.state)
-    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    begin = create_model("tiny", 10, weights="pretrained", image_size=SIDE).state_dict()
     begin = {n: t for n, t in begin.items() if not n.startswith("head.")}
     assert max(float((a.state[n] - t).norm()) for n, t in begin.items()) > 1e-4  # it trained
     assert distance({n: a.state[n] for n in begin}, {n: b.state[n] for n in begin}, begin) < 1e-5
@@ -355,7 +356,7 @@ def test_a_model_without_a_client_axis_trains_without_the_cohort_engine(tmp_path
 def test_two_gloo_ranks_equal_one_process(fed_run: Callable[..., Any], tmp_path: Path, options: list[str]) -> None:
     options = [*options, *UNEVEN, "server.optimizer=momentum"]
     one = fed_run("one", *options)
-    by_two_ranks(tmp_path, *options, f"run.dir={tmp_path / 'two'}")
+    by_two_ranks(["run", *SMALL, *options, f"run.dir={tmp_path / 'two'}"])
     two = fl.load_run(tmp_path / "two")
     assert two.summary["ranks"] == 2
     for name, tensor in one.state.items():
@@ -366,23 +367,21 @@ def test_two_gloo_ranks_equal_one_process(fed_run: Callable[..., Any], tmp_path:
         assert a["cosine"] == pytest.approx(b["cosine"], abs=1e-4)
 
 
-def by_two_ranks(tmp_path: Path, *options: str) -> None:
-    """`torchrun … fedlens run …` in this folder; the second rank comes a second late."""
+def test_ranks_that_come_late_share_the_folder_of_the_first_and_a_finished_run_is_left_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's name has the time in it, and only the first rank looks whether it is finished."""
     code = "import os, sys, time, torch; torch.set_num_threads(1); time.sleep(1.2 * int(os.environ['RANK']))\n"
     (tmp_path / "entry.py").write_text(code + "from fedlens.cli import main; sys.exit(main(sys.argv[1:]))")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0", str(tmp_path / "entry.py"), "run", *SMALL, *options]
+    launch += ["--rdzv-endpoint", "localhost:0", str(tmp_path / "entry.py"), "run", *SMALL, "federated.rounds=1"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_ranks_that_come_late_share_the_folder_of_the_first_and_a_finished_run_is_left_by_all(tmp_path: Path) -> None:
-    """The folder's name has the time in it, and only the first rank looks whether it is finished."""
-    by_two_ranks(tmp_path, "federated.rounds=1")
     (folder,) = (tmp_path / "runs").iterdir()
     before = (folder / "summary.json").read_bytes()
-    by_two_ranks(tmp_path, "federated.rounds=1", f"run.dir={folder}", "run.if_exists=resume")
+    monkeypatch.chdir(tmp_path)
+    by_two_ranks(["run", *SMALL, "federated.rounds=1", f"run.dir={folder}", "run.if_exists=resume"])
     assert (folder / "summary.json").read_bytes() == before
 
 
@@ -392,6 +391,7 @@ def test_ranks_that_come_late_share_the_folder_of_the_first_and_a_finished_run_i
 @pytest.mark.parametrize("engine", ["sequential", "threaded", "cohort"])
 def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path: Path, engine: str) -> None:
     plain = [
+        "model.image_size=28",
         "data.crop=0",
         "data.flip=false",
         "optim.clip_norm=null",
@@ -439,7 +439,7 @@ def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str
 
 def test_a_server_rate_of_zero_leaves_the_model(fed_run: Callable[..., Any]) -> None:
     run = fed_run("r", "server.lr=0", "head=linear", "federated.rounds=2")
-    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    begin = create_model("tiny", 10, weights="pretrained", image_size=SIDE).state_dict()
     assert all(torch.equal(run.state[n], t) for n, t in begin.items())
 
 
@@ -701,17 +701,11 @@ def test_killed_twenty_times_scaffold_with_server_momentum_ends_with_the_same_bi
     assert {**whole.summary, "seconds": 0} == {**torn.summary, "seconds": 0}
 
 
-def test_nothing_but_the_test_figures_depends_on_the_test_labels(fed_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.training import bench as setup
-
-    honest, real = fed_run("honest"), setup.load_dataset
-
-    def shuffled(*args: Any, **kw: Any) -> Any:
-        data = real(*args, **kw)
-        data.test.labels = data.test.labels.flip(0)
-        return data
-
-    monkeypatch.setattr(setup, "load_dataset", shuffled)
+def test_nothing_but_the_test_figures_depends_on_the_test_labels(
+    fed_run: Callable[..., Any], shuffle_test_labels: Callable[[], None]
+) -> None:
+    honest = fed_run("honest")
+    shuffle_test_labels()
     blind = fed_run("blind")
     assert blind.summary["test_accuracy"] != honest.summary["test_accuracy"]
     assert same(honest.state, blind.state)
@@ -759,7 +753,7 @@ def test_a_step_of_the_server_that_is_not_finite_is_one_line_and_no_such_model_i
 
 def test_a_round_that_everyone_misses_changes_nothing(fed_run: Callable[..., Any]) -> None:
     run = fed_run("r", "federated.dropout_rate=0.9999999", "head=linear")
-    begin = create_model("tiny", 10, weights="pretrained", image_size=28).state_dict()
+    begin = create_model("tiny", 10, weights="pretrained", image_size=SIDE).state_dict()
     assert all(torch.equal(run.state[n], t) for n, t in begin.items())
     assert run.metrics[0]["clients"] == 0
 

@@ -27,8 +27,9 @@ def read(path: Path) -> "nbformat.NotebookNode":
 
 
 def executed(path: Path, folder: Path) -> "nbformat.NotebookNode":
-    """The notebook with its outputs, from a process of its own: its kernel is this interpreter on one thread, whatever kernels the user has."""
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    """The notebook with its outputs, from a process of its own: its kernel is this interpreter on one thread, whatever kernels the user has, and
+    its data are small."""
+    argv = [sys.executable, str(Path(__file__).with_name("small.py")), "-f", "{connection_file}"]
     spec = folder / "kernels" / "python3" / "kernel.json"
     spec.parent.mkdir(parents=True)
     spec.write_text(json.dumps({"argv": argv, "display_name": "fedlens tests", "language": "python"}))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAST, accept, few_images
+from conftest import FAST, SIDE, accept, few_images
 from safetensors.torch import load_file, save_file
 from test_study import QUICK, TUNED, peaked, pretend
 from torch import Tensor, nn
@@ -429,7 +429,7 @@ SCRIPTS = [  # accuracies, patience -> how many evaluations there are, and which
 def loss_on_the_test_set(run: fl.Run, state: Mapping[str, Tensor]) -> float:
     """Of this model on the test set, by public functions alone."""
     data = fl.load_dataset("folder", run.config.data.root, val_fraction=0.25)
-    model = fl.create_model("tiny", 10, weights=None, image_size=28).eval()
+    model = fl.create_model("tiny", 10, weights=None, image_size=SIDE).eval()
     model.load_state_dict(dict(state))
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))
     with torch.no_grad():

@@ -2,11 +2,8 @@
 
 import errno
 import json
-import multiprocessing
 import os
-import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, accept, few_images
+from conftest import FAST, SIDE, accept, few_images
+from processes import finished, killed_and_resumed
 from safetensors import SafetensorError
 
 import fedlens as fl
@@ -358,60 +356,6 @@ def without_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["fedlens.cli", "fedlens.training.run", "torch", "torch._dynamo"]
-)  # torch imports the last for an optimizer, in a second
-
-
-def _command(argv: list[str]) -> None:
-    """The command line in a process of its own, single-threaded as the tests are, and silent."""
-    torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-    sys.exit(main(argv))
-
-
-def start(path: Path, overrides: list[str], go_on: bool) -> multiprocessing.process.BaseProcess:
-    process = SERVER.Process(target=_command, args=(["resume", str(path)] if go_on else ["run", *overrides, f"run.dir={path}"],))
-    process.start()
-    return process
-
-
-def finished(path: Path, overrides: list[str]) -> fl.Run:
-    """An uninterrupted run, made like the interrupted ones."""
-    process = start(path, overrides, go_on=False)
-    process.join()
-    assert process.exitcode == 0
-    return fl.load_run(path)
-
-
-def made(path: Path) -> set[str]:
-    """The checkpoints that are there; one that is half written has another name."""
-    return {p.name for p in (path / "checkpoints").glob("step-*")}
-
-
-def killed_and_resumed(path: Path, overrides: list[str], kills: int, seed: int, step: float) -> fl.Run:
-    """SIGKILL at a random moment after a checkpoint that the process has made, again and again, then to the end. `step`: seconds of a step or round;
-    a kill comes within the next two, so that it meets training, validation and every part of writing a checkpoint."""
-    rng, met = random.Random(seed), 0
-    while True:
-        before = made(path)
-        process = start(path, overrides, go_on=(path / "config.yaml").exists())
-        while met < kills and process.exitcode is None and not made(path) - before:
-            process.join(0.001)
-        process.join(rng.uniform(0, min(2 * step, 0.15)) if met < kills else None)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            met += 1
-            continue
-        assert process.exitcode == 0
-        assert met == kills, f"finished after {met} kills: the run is too short for the test"
-        log = (path / "log.txt").read_text()
-        assert log.count("resuming at") == kills  # every process after the first went on from a checkpoint
-        return fl.load_run(path)
-
-
 def test_killed_twenty_times_and_resumed_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     overrides = [
         *FAST,
@@ -462,7 +406,7 @@ def test_a_run_goes_on_with_as_many_threads_as_it_began_with(fast_run: Callable[
 
 def other_images(run: fl.Run) -> None:
     file = run.path / "config.yaml"
-    file.write_text(file.read_text().replace("image_size: 28", "image_size: 56"))
+    file.write_text(file.read_text().replace(f"image_size: {SIDE}", "image_size: 56"))
 
 
 def without(part: str, key: str) -> Callable[[fl.Run], None]:
@@ -490,7 +434,7 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_one_line(
     fast_run: Callable[..., Any], experiment: str, harm: Callable[[fl.Run], None], why: str
 ) -> None:
     few = ["federated.clients=3", "federated.participation=1", "federated.local_steps=1", "federated.rounds=1"]
-    run = fast_run("r", f"experiment={experiment}", "model.image_size=28", "head=linear", "train.epochs=1", *few)
+    run = fast_run("r", f"experiment={experiment}", "head=linear", "train.epochs=1", *few)
     (run.path / "summary.json").unlink()
     harm(run)
     accept(run.path)
@@ -499,18 +443,11 @@ def test_a_checkpoint_that_does_not_fit_its_run_is_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_nothing_but_the_test_figures_depends_on_the_test_labels(fast_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlens.training import bench as setup
-
+def test_nothing_but_the_test_figures_depends_on_the_test_labels(
+    fast_run: Callable[..., Any], shuffle_test_labels: Callable[[], None]
+) -> None:
     honest = fast_run("honest")
-    real = setup.load_dataset
-
-    def shuffled(*args: Any, **kw: Any) -> Any:
-        data = real(*args, **kw)
-        data.test.labels = data.test.labels[torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0))]
-        return data
-
-    monkeypatch.setattr(setup, "load_dataset", shuffled)
+    shuffle_test_labels()
     blind = fast_run("blind")
     assert blind.summary["test_accuracy"] < 0.2 < honest.summary["test_accuracy"]
     assert same(honest.state, blind.state)

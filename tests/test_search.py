@@ -3,13 +3,11 @@
 import copy
 import json
 import math
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+import types
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import FAST
+from processes import start
 
 from fedlens.cli import main
 from fedlens.config import Config
@@ -55,6 +54,15 @@ space:
   server.lr: {low: 0.5, high: 1.5, step: 0.1}
 trials: 4
 pruning: {warmup: 1, startup: 2}
+"""
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from fedlens.study.search import Search
+from fedlens.study.search_space import read_space
+
+Search(read_space(sys.argv[1], overrides=sys.argv[3:]), Path(sys.argv[2])).run()
 """
 HOPELESS = "set: [experiment=fedavg_iid]\nspace: {optim.lr: {choices: [0.03, 5.0]}}\ntrials: 4\npruning: {warmup: 0, startup: 1}\n"
 
@@ -300,15 +308,14 @@ def test_a_failed_trial_is_reported_and_others_continue_but_the_default_must_wor
 def test_a_search_that_is_killed_and_started_again_ends_with_the_same_trials(tmp_path: Path) -> None:
     path = space_file(tmp_path)
     Search(read_space(path, overrides=QUICK), tmp_path / "whole").run()
-    script = "import sys; from pathlib import Path; from fedlens.study.search import Search; from fedlens.study.search_space import read_space; Search(read_space(sys.argv[1], overrides=sys.argv[3:]), Path(sys.argv[2])).run()"  # fmt: skip
-    command = [sys.executable, "-c", script, path, str(tmp_path / "torn"), *QUICK]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    script = tmp_path / "search.py"
+    script.write_text(SCRIPT)
+    process = start([path, str(tmp_path / "torn"), *QUICK], script)
     runs = tmp_path / "torn" / "runs"
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None and len(list(runs.glob("*/metrics.jsonl"))) < 2:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    while process.exitcode is None and len(list(runs.glob("*/metrics.jsonl"))) < 2:
+        process.join(0.01)
+    process.kill()
+    process.join()
     assert len(read_search(tmp_path / "torn").trials) < 4
     Search(read_space(path, overrides=QUICK), tmp_path / "torn").run()
     assert search_json(tmp_path / "whole") == search_json(tmp_path / "torn")

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 import torch
 from conftest import BOMB, FAST, MERGE_BOMB
 from omegaconf import OmegaConf
+from processes import start
 
 from fedlens.cli import main
 from fedlens.config import Config
@@ -301,14 +301,12 @@ def test_a_failure_in_a_worker_process_is_reported_and_the_other_runs_continue(p
 def test_a_study_that_is_killed_and_started_again_ends_with_the_same_tables(plan_path: Path, tmp_path: Path) -> None:
     whole = small_study(plan_path, tmp_path / "whole")
     whole.run()
-    command = [sys.executable, "-m", "fedlens", "study", str(plan_path), "--out", str(tmp_path / "torn"), "--seeds", "1", *QUICK]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(["study", str(plan_path), "--out", str(tmp_path / "torn"), "--seeds", "1", *QUICK])
     runs = tmp_path / "torn" / "runs"
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None and not list(runs.glob("*/metrics.jsonl")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    while process.exitcode is None and not list(runs.glob("*/metrics.jsonl")):
+        process.join(0.01)
+    process.kill()
+    process.join()
     assert len(list(runs.glob("*/summary.json"))) < len(list((tmp_path / "whole" / "runs").iterdir()))
     small_study(plan_path, tmp_path / "torn").run()
     assert tables(tmp_path / "whole") == tables(tmp_path / "torn")
