@@ -102,8 +102,25 @@ STARTS_PROCESSES = (
 )
 
 
+LONG = (
+    "federated",
+    "sparse_training",
+    "study",
+    "resume",
+    "notebooks",
+    "report_html",
+    "trust",
+    "docs",
+    "runs",
+    "same_results",
+    "federation",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes or compile; `make check` leaves them out."""
+    """Put long files first, so that two workers end together. Mark tests that start processes or compile; `make check` leaves them out."""
+    place = {f"test_{name}": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))  # a stable sort: within a file, and of the rest, nothing moves
     for item in items:
         if any(part in item.nodeid for part in STARTS_PROCESSES):
             item.add_marker("processes")
