@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
+from processes import completed
 from small import shrink
 
 from fedlens.cli import main, parser
@@ -307,6 +308,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         assert targets and not [target for target in targets if not (ROOT / target).exists()]
 
 
-def test_the_tables_and_the_figure_of_the_results_are_those_of_the_runs() -> None:
-    done = subprocess.run([sys.executable, "scripts/results_pages.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+def test_the_tables_and_the_figure_of_the_results_are_those_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = completed(["--check"], ROOT / "scripts" / "results_pages.py")
     assert done.returncode == 0, done.stdout + done.stderr

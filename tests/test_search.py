@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import FAST
 from processes import start
+from small import shrink
 
 from fedlens.cli import main
 from fedlens.config import Config
@@ -408,7 +409,10 @@ def test_a_failure_of_the_disk_does_not_count_as_a_trial(tmp_path: Path, monkeyp
     assert len(found.trials) == 4 and all(trial["state"] != "failed" for trial in found.trials)
 
 
-def test_on_the_embedded_default_the_command_prints_what_beats_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_embedded_default_the_command_prints_what_beats_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shrink(monkeypatch)
     overrides = ["device=cpu", "federated.rounds=2", "federated.participation=0.1"]
     assert main(["search", "fedavg_iid", *overrides, "--trials", "3", "--out", str(tmp_path / "s")]) == 0
     out = capsys.readouterr().out
