@@ -15,7 +15,7 @@ from fedlens.training.bench import Bench
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """Let the embedded data set have 600 + 100 images, and a client take one step of at most 4 images per round."""
+    """Let the embedded data set have 600 + 100 images, a client take one step of at most 4 images per round, and a mask see 8 images."""
     embedded, set_up = SOURCES["fashion_mini"], run.set_up
 
     def few(*given: object) -> Raw:
@@ -25,7 +25,8 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     def short(config: Config) -> Bench:
         if config.trainer == "federated":
             optim = replace(config.optim, batch_size=min(config.optim.batch_size, 4))
-            config = replace(config, optim=optim, federated=replace(config.federated, local_steps=1))
+            mask = replace(config.mask, samples=8)
+            config = replace(config, optim=optim, mask=mask, federated=replace(config.federated, local_steps=1))
         return set_up(config)
 
     patch.setitem(SOURCES, "fashion_mini", few)

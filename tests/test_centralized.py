@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EMBEDDED, FAST, SIDE
+from conftest import EMBEDDED, FAST, SIDE, few_images
 
 from fedlens.cli import main
 from fedlens.engine.sampling import batch_indices
@@ -21,7 +21,7 @@ from fedlens.training.bench import set_up
 def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> None:
     options = [
         "train.epochs=1",
-        "model.image_size=28",
+        f"data.root={few_images()}",
         "data.crop=0",
         "data.flip=false",
         "head=linear",
@@ -30,21 +30,22 @@ def test_an_epoch_equals_a_plain_torch_loop(fast_run: Callable[..., Any]) -> Non
         "model.freeze_head=false",
         "optim.clip_norm=null",
         "optim.lr=0.001",
+        "optim.batch_size=24",
         "seed=4",
     ]
     run = fast_run("r", *options)
     bench = set_up(compose([*FAST, *options]))
-    model = create_model("tiny", 10, weights="pretrained", image_size=28, seed=4)
+    model = create_model("tiny", 10, weights="pretrained", image_size=SIDE, seed=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
-    order = batch_indices(600, 10, 60, torch_rng(4, "batches", 0, 0))
-    assert sorted(order.flatten().tolist()) == list(range(600))
+    order = batch_indices(120, 5, 24, torch_rng(4, "batches", 0, 0))
+    assert sorted(order.flatten().tolist()) == list(range(120))
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (bench.dataset.mean, bench.dataset.std))
     for step, index in enumerate(order):
         images = (bench.dataset.train.images[index].float() / 255 - mean) / std
         loss = F.cross_entropy(model(images), bench.dataset.train.labels[index])
         optimizer.zero_grad()
         loss.backward()
-        optimizer.param_groups[0]["lr"] = learning_rate(bench.config.optim, step / 10)
+        optimizer.param_groups[0]["lr"] = learning_rate(bench.config.optim, step / 5)
         optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(run.state[name], tensor, atol=1e-6), name

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAST, SIDE, SMALL_DATA, few_images
+from conftest import FAST, SIDE, few_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import by_two_ranks, finished, killed_and_resumed
@@ -54,7 +54,7 @@ SMALL = [
     "data.classes_per_client=2",
     "federated.clients=37",  # does not divide the data: clients are uneven
     "federated.participation=0.15",
-    "federated.local_steps=3",
+    "federated.local_steps=2",
     "federated.rounds=3",
     "federated.eval_every=2",
     "optim.batch_size=8",
@@ -166,6 +166,7 @@ def test_all_engines_agree(fed_run: Callable[..., Any], algorithm: str, uneven: 
 
 def test_a_straggler_that_stopped_before_its_weights_overflowed_is_kept_by_both_engines(fed_run: Callable[..., Any]) -> None:
     options = ["federated.clients=6", "federated.participation=1", "federated.straggler_rate=0.7", "federated.rounds=1"]
+    options += ["federated.local_steps=3"]
     options += ["optim.lr=1e15", "optim.clip_norm=null", "server.lr=1e-17", "federated.client_metrics=true"]
     a, b = (fed_run(e, f"federated.engine={e}", *options).metrics[0]["client_metrics"] for e in ("sequential", "cohort"))
     assert 0 < len(a) < 6 and [(d["client"], d["steps"]) for d in a] == [(d["client"], d["steps"]) for d in b]
@@ -391,7 +392,7 @@ def test_ranks_that_come_late_share_the_folder_of_the_first_and_a_finished_run_i
 @pytest.mark.parametrize("engine", ["sequential", "threaded", "cohort"])
 def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path: Path, engine: str) -> None:
     plain = [
-        "model.image_size=28",
+        f"data.root={few_images()}",
         "data.crop=0",
         "data.flip=false",
         "optim.clip_norm=null",
@@ -402,10 +403,10 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
     ]
     alone = ["federated.clients=6", "federated.participation=1", "federated.local_steps=1", "federated.rounds=1", "optim.batch_size=100"]
     run = fl.run([*FAST, "experiment=fedavg_iid", *plain, *alone, f"federated.engine={engine}", f"run.dir={tmp_path / 'r'}"])
-    data = fl.load_dataset("folder", SMALL_DATA, val_fraction=0.0)
-    assert len(data.train) == 600
+    data = fl.load_dataset("folder", few_images(), val_fraction=0.0)
+    assert len(data.train) == 120
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))
-    model = create_model("tiny", 10, weights="pretrained", image_size=28)
+    model = create_model("tiny", 10, weights="pretrained", image_size=SIDE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     F.cross_entropy(model((data.train.images.float() / 255 - mean) / std), data.train.labels).backward()
     optimizer.step()
@@ -414,9 +415,8 @@ def test_full_participation_one_full_batch_step_is_one_centralised_step(tmp_path
 
 
 @pytest.mark.parametrize("engine", ["sequential", "threaded", "cohort"])
-def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str) -> None:
+def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, run_once: Callable[..., Any], engine: str) -> None:
     common = [
-        *FAST,
         "data.val_fraction=0.1",
         "optim.batch_size=60",
         "optim.lr=0.005",
@@ -424,7 +424,7 @@ def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str
         "optim.weight_decay=0.01",
         "seed=2",
     ]
-    central = fl.run([*common, "experiment=centralized", "train.epochs=1", f"run.dir={tmp_path / 'c'}"])
+    central = run_once(*common, "experiment=centralized", "train.epochs=1")
     one = [
         "federated.clients=1",
         "federated.participation=1",
@@ -432,7 +432,7 @@ def test_one_client_with_all_data_is_centralised_sgd(tmp_path: Path, engine: str
         "federated.rounds=1",
         f"federated.engine={engine}",
     ]
-    alone = fl.run([*common, "experiment=fedavg_iid", *one, f"run.dir={tmp_path / 'f'}"])
+    alone = fl.run([*FAST, *common, "experiment=fedavg_iid", *one, f"run.dir={tmp_path / 'f'}"])
     for name, tensor in central.state.items():
         assert torch.allclose(alone.state[name], tensor, atol=2e-5), name
 
@@ -493,6 +493,7 @@ def test_no_alpha_is_told_of_a_round_that_nobody_answered(fed_run: Callable[...,
 
 def test_under_fednova_the_norm_of_clients_is_that_of_what_they_sent(fed_run: Callable[..., Any]) -> None:
     options = ["federated.algorithm=fednova", "federated.straggler_rate=0.6", "federated.client_metrics=true", "federated.rounds=1"]
+    options += ["federated.local_steps=3"]
     line = fed_run("r", *options).metrics[0]
     assert len({d["steps"] for d in line["client_metrics"]}) > 1
     assert line["client_norm"] == pytest.approx(np.mean([d["norm"] for d in line["client_metrics"]]))
@@ -775,7 +776,7 @@ def torn(run: Any) -> Any:
     "options",
     [
         ["experiment=fedavg_noniid", "data.val_fraction=0", "head=linear"],
-        ["experiment=centralized", "data.val_fraction=0", "head=linear"],
+        ["experiment=centralized", "data.val_fraction=0", "head=linear", "optim.batch_size=60"],
         ["experiment=fedavg_noniid", "federated.target_accuracy=0.2", "federated.rounds=9"],
         ["experiment=fedavg_noniid", "train.patience=1", "federated.eval_every=1", "federated.rounds=9"],
     ],

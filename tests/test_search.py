@@ -6,8 +6,6 @@ import math
 import shlex
 import sys
 import tempfile
-import time
-import types
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -3,11 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from fedlens.config import Config, as_in_version_2, keys, trainer_of, upgraded
 from fedlens.files import sha256_of_file
@@ -66,5 +65,4 @@ def origin_of(config: Config, name: str) -> str:
 
 def identity(config: Config, weights: str | None = None) -> str:
     """Return the hash of what determines a run's result."""
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return hashlib.sha256(json.dumps(known_by(plain, weights), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(known_by(asdict(config), weights), sort_keys=True).encode()).hexdigest()[:12]
