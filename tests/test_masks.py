@@ -103,15 +103,15 @@ def plain_rounds(model: nn.Module, images: Tensor, density: float, rounds: int, 
     """The algorithm as it is written down: (the parameters that were scored [P], what stayed [P]) of every round."""
     theta = torch.cat([param.detach().flatten() for param in model.parameters()])
     allowed = torch.cat([mask.flatten() for mask in by_hand(model).values()])
-    active, history = allowed.nonzero().flatten(), []
+    active, history = allowed.nonzero().flatten().tolist(), []
     for r in range(1, rounds + 1):
         rejected = allowed.clone()
         rejected[active] = False
         network, scored = copy.deepcopy(model).eval(), torch.where(rejected, theta * soft, theta)
         nn.utils.vector_to_parameters(scored, network.parameters())
-        scores = one_by_one(network, images) * (1 if lowest else -1)
+        scores = (one_by_one(network, images) * (1 if lowest else -1)).tolist()
         count = round(density ** (r / rounds) * int(allowed.sum()))
-        active = active[scores[active].argsort(stable=True)[:count]].sort().values  # of equal scores, the first
+        active = sorted(sorted(active, key=lambda i: (scores[i], i))[:count])
         kept = torch.zeros_like(allowed)
         kept[active] = True
         history.append((scored, kept))
