@@ -31,7 +31,7 @@ pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 
 import fedlens as fl
 from fedlens.deploy.keys import make_site_key
-from fedlens.deploy.launch import app_digest, client, client_options, environment, free_port, init, join, register_sites, run_app, superlink
+from fedlens.deploy.launch import app_digest, client, client_options, environment, free_port, init, join, run_app, superlink
 from fedlens.deploy.programs import HEARTBEAT
 from fedlens.errors import UserError
 from fedlens.training.run import Run
@@ -196,7 +196,6 @@ class Federation(Deployment):
         join(self.folder / "sites/2")
         (self.folder / "sites/2/2.pub").replace(self.keys / "sites/2.pub")
         self.env = environment(self.keys / "flwr")
-        register_sites(self.keys, self.env)
         self.relay = Relay(self.port)
 
     def site(self, k: int, *words: object) -> None:

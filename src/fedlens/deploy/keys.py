@@ -2,13 +2,17 @@
 
 import datetime as dt
 import ipaddress
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat, load_ssh_public_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedlens.errors import UserError
 
 VALID_YEARS = 2
 ISSUER = "fedlens federation"
@@ -48,6 +52,15 @@ def make_site_key(private: Path, public: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     _write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     _write_secret(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+
+
+def read_public_key(file: Path) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a site."""
+    with suppress(ValueError, UnsupportedAlgorithm):
+        key = load_ssh_public_key(file.read_bytes())
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            return key
+    raise UserError(f"federate server: {file} is not a public key of a site; fedlens federate join makes one.")
 
 
 def _certificate(

@@ -21,12 +21,13 @@ import sys
 import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import quote
 
-from fedlens.deploy.programs import PINNED_APP, TIED
+from fedlens.deploy.programs import PINNED_APP, SITE_KEYS, TIED
 from fedlens.deploy.protocol import check_site_overrides, from_setting, to_setting
 from fedlens.errors import UserError, bad_value
 
@@ -83,7 +84,6 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str], jo
     """Create the folder of a federation. Nothing is started or overwritten. `join`: each site makes its own key, see `join`."""
     from fedlens.overrides import compose
 
-    make_certificates, make_site_key = _key_makers()
     host, port = split_address(address)
     config = compose(overrides)
     if config.trainer != "federated":
@@ -99,7 +99,7 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str], jo
     (package / "__init__.py").write_text("")
     (package / "server_app.py").write_text(MODULE.format(role="server", name="server_app"))
     (package / "client_app.py").write_text(MODULE.format(role="site", name="client_app"))
-    make_certificates(keys, list(dict.fromkeys([host, "localhost", "127.0.0.1"])))
+    _keys().make_certificates(keys, list(dict.fromkeys([host, "localhost", "127.0.0.1"])))
     (keys / "address").write_text(f"{host}:{port}\n")
     (keys / "sites").mkdir()
     (keys / "sites" / "count").write_text(f"{sites}\n")
@@ -107,7 +107,7 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str], jo
         site = folder / "sites" / str(k)
         site.mkdir(parents=True)
         if not join:
-            make_site_key(site / "key", keys / "sites" / f"{k}.pub")
+            _keys().make_site_key(site / "key", keys / "sites" / f"{k}.pub")
         shutil.copy(keys / "ca.crt", site / "ca.crt")
         (site / "site.json").write_text(json.dumps({"address": f"{host}:{port}", "number": k, "of": sites}) + "\n")
     print(f"{folder}: a federation of {sites} sites and {config.federated.clients} clients, server at {host}:{port}")
@@ -119,12 +119,12 @@ def init(folder: Path, *, sites: int, address: str, overrides: Sequence[str], jo
     return 0
 
 
-def _key_makers() -> tuple[Callable[[Path, list[str]], None], Callable[[Path, Path], None]]:
+def _keys() -> ModuleType:
     try:
-        from fedlens.deploy.keys import make_certificates, make_site_key
+        from fedlens.deploy import keys
     except ImportError:
         raise UserError(f"federate: Flower is not installed; {INSTALL}") from None
-    return make_certificates, make_site_key
+    return keys
 
 
 @private_files()
@@ -133,7 +133,7 @@ def join(site: Path) -> int:
     public = site / f"{_read_site(site)[0]}.pub"
     if (site / "key").exists() or public.exists():
         raise UserError(f"federate join: {site} has a key already; remove key and {public.name} to make another.")
-    _key_makers()[1](site / "key", public)
+    _keys().make_site_key(site / "key", public)
     print(f"Send {public} to the server, which needs it in FOLDER/server/sites before it starts. The file key stays here.")
     return 0
 
@@ -153,7 +153,7 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; Flower's default is 1
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # seconds until the server starts a run; Flower's default is 1
         **os.environ,
         "FLWR_HOME": str(home.resolve()),
         TIED: "1",
@@ -194,13 +194,12 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
         if not _is_healthy(keys / "ca.crt", port):
             erase_messages(keys / DATABASE)  # in case the server was killed at the very end
         return _report(run)
+    public_keys = [_keys().read_public_key(file) for file in (keys / "sites").glob("*.pub")]
     env = environment(keys / "flwr")
     if simulate:
         host, port = "127.0.0.1", free_port()
-    else:
-        register_sites(keys, env)
     with superlink(keys, host, port, env, simulate=simulate):
-        sites = len(_public_keys(keys))
+        sites = len(public_keys)
         print(f"{sites} simulated sites" if simulate else f"server at {host}:{port}, {sites} sites may join", flush=True)
         print(f"SHA-256 of the app, which a site can pin in site.json: {app_digest(folder / 'app')}", flush=True)
         run_app(folder / "app", run, overrides, env, keys=None if simulate else keys / "sites", simulated_sites=sites)
@@ -256,26 +255,6 @@ def _update_app(package: Path) -> None:
         file.write_text(text)
 
 
-def _public_keys(keys: Path) -> list[Path]:
-    return sorted((keys / "sites").glob("*.pub"))
-
-
-def register_sites(keys: Path, env: Mapping[str, str]) -> None:
-    """Register the sites' keys with SuperLink once, before sites can reach it: a site with an unknown key would give up."""
-    done, public_keys = keys / "registered", _public_keys(keys)
-    new = [public for public in public_keys if not done.is_file() or public.read_text() not in done.read_text()]
-    if not new:
-        return
-    with superlink(keys, "127.0.0.1", free_port(), env):
-        for public in new:
-            command = [program("flwr"), "supernode", "register", str(public), CONNECTION, "--format", "json"]
-            result = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False)
-            output = " ".join((result.stdout + result.stderr).split())
-            if result.returncode and "already" not in output.lower():
-                raise UserError(f"federate server: Flower did not accept the key {public}: {output[:300]}")
-    done.write_text("".join(public.read_text() for public in public_keys))
-
-
 @contextmanager
 def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simulate: bool = False) -> Iterator[None]:
     """Run Flower's server until the block ends, with TLS, authenticated sites and its state on disk."""
@@ -287,7 +266,11 @@ def superlink(keys: Path, host: str, port: int, env: Mapping[str, str], *, simul
     for option, name in (("--ssl-ca-certfile", "ca.crt"), ("--ssl-certfile", "server.pem"), ("--ssl-keyfile", "server.key")):
         command += [option, str(keys / name)]
     database = f"sqlite:///{quote(str((keys / DATABASE).resolve()))}"
-    command += ["--simulation"] if simulate else ["--enable-supernode-auth", "--database", database]
+    if simulate:
+        command += ["--simulation"]
+    else:
+        command += ["--enable-supernode-auth", "--database", database]
+        env = {**env, SITE_KEYS: str(keys / "sites")}
     for path in (keys, *keys.rglob("*")):  # folders of old versions were open to other users
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & 0o700)

@@ -4,25 +4,35 @@ Sites and the commands that start runs share SuperLink's port, and starting a ru
 does not protect the rest. `SitesOnly` therefore answers other machines only on the paths that sites need.
 """
 
+import gc
 import hashlib
 import ipaddress
+import json
 import os
+import signal
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedlens.deploy.worker import end_with_parent, supervised_worker
+import numpy
+
+from fedlens.deploy.worker import SOCKET, end_with_parent, supervised_worker
 
 Scope = MutableMapping[str, Any]
 Handler = Callable[[Scope, Any, Any], Awaitable[None]]
 SITE_PATHS = ("/v1/fleet/", "/health")
 MAX_BODY = 64 * 2**20  # bytes of a request; Flower sends arrays in parts of a few MB
 TIED = "FEDLENS_TIED"  # set in the environment of processes that end with their parent
-POLL = 0.5  # seconds between a SuperNode's looks for messages; Flower's default is 3
+MAX_COMMAND = 2**16  # bytes
 HEARTBEAT = "FEDLENS_HEARTBEAT"  # environment variable: seconds between a SuperNode's heartbeats, for tests; Flower's default is 30
+SITE_KEYS = "FEDLENS_SITE_KEYS"  # environment variable: folder of the public keys of sites that may join
 PINNED_APP = "FEDLENS_APP"  # environment variable: SHA-256 of the only app that a site runs
 EXTENSIONS = "flwr.ee.superlink.extensions"  # the module in which Flower looks for middleware
 
@@ -83,7 +93,23 @@ def replies_only(push: Callable[..., Any]) -> Callable[..., Any]:
     return push_messages
 
 
+def register_sites(database: str, keys: Path) -> None:
+    """Register the sites' public keys (K.pub), as `flwr supernode register` does. A site with an unknown key would give up."""
+    from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
+
+    from fedlens.deploy.keys import read_public_key
+
+    state = get_objectstore_linkstate_factories(database, get_federation_manager())[1].state()
+    for file in sorted(keys.glob("*.pub")):
+        public_key = public_key_to_bytes(read_public_key(file))
+        with suppress(ValueError):  # it is registered already
+            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, HEARTBEAT_DEFAULT_INTERVAL)
+
+
 def superlink() -> None:
+    end_with_parent()
     from flwr.superlink.cli import flower_superlink
     from flwr.superlink.servicer.fleet import fleet_handlers
     from sqlalchemy import Engine, event
@@ -96,17 +122,58 @@ def superlink() -> None:
     extensions = ModuleType(EXTENSIONS)
     extensions.get_middleware = lambda: (Middleware(SitesOnly),)  # type: ignore[attr-defined]
     sys.modules[EXTENSIONS] = extensions
+    if folder := os.environ.get(SITE_KEYS):
+        register_sites(sys.argv[sys.argv.index("--database") + 1], Path(folder))
     flower_superlink()
 
 
 class ShortSleep:
-    """The module `time` with a shorter `sleep`, for Flower's loop."""
+    """The module `time` with a `sleep` of a sixth, for Flower's loop: it looks for messages every half second, for a reply more often."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(min(seconds, POLL))
+        time.sleep(seconds / 6)
+
+
+def fork_server(main: Callable[[], object]) -> Callable[[Sequence[str]], None]:
+    """Start a process that runs `main` in a fork per command, and return a function that sends it a command.
+
+    The fork has Flower and fedlens imported, which takes more CPU time than most messages. Call this before any thread starts: a fork copies only one.
+    """
+    commands, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        receiver.close()
+        return lambda command: commands.sendall(json.dumps([command, os.environ.get(SOCKET)]).encode())
+    commands.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
+    gc.freeze()  # imported modules are never garbage, and forks share their memory
+    while received := receiver.recv(MAX_COMMAND):  # empty once the parent has ended
+        with suppress(OSError):  # for example out of memory: a later fork may succeed
+            if os.fork() == 0:
+                receiver.close()
+                _run_fork(main, *json.loads(received))
+    os._exit(0)
+
+
+def _run_fork(main: Callable[[], object], command: list[str], worker_socket: str | None) -> None:
+    """Run `main` with the arguments of a command and end this process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    numpy.random.seed()  # noqa: NPY002 - Flower uses this generator, and its state is a copy, unlike that of `random` and of the system
+    sys.argv = command
+    if worker_socket is not None:
+        os.environ[SOCKET] = worker_socket
+    try:
+        main()
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def pinned(pull: Callable[..., Any], digest: str) -> Callable[..., Any]:
@@ -127,14 +194,41 @@ def pinned(pull: Callable[..., Any], digest: str) -> Callable[..., Any]:
     return pull_message
 
 
-def supernode() -> None:
-    from flwr.supernode.cli import flower_supernode
+def answered(pull: Callable[..., Any], run_client_app: Callable[[Sequence[str]], None], address: str) -> Callable[..., Any]:
+    """Extend Flower's function that receives a message: start the process that answers it, as Flower's SuperExec would."""
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.constant import TaskType
+    from flwr.supernode.servicer.runtime.runtime_handlers import acquire_task
 
-    loop = import_module("flwr.supernode.start_client_internal")  # by name: a function of the same name may hide it
+    def pull_message(**options: Any) -> Any:
+        run_id = pull(**options)
+        task = acquire_task(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]), options["state"])
+        if task.token:
+            parent = str(os.getpid())
+            run_client_app(
+                ["flwr-clientapp", "--runtime-api-address", address, "--token", task.token, "--insecure", "--parent-pid", parent]
+            )
+        return run_id
+
+    return pull_message
+
+
+def supernode() -> None:
+    from flwr.supernode.cli import flower_supernode, flwr_clientapp
+
+    import fedlens.deploy.flower  # noqa: F401 - for the forks
+
+    run_client_app = fork_server(flwr_clientapp)
+    end_with_parent()
+    loop: Any = import_module("flwr.supernode.start_client_internal")  # by name: a function of the same name may hide it
     if getattr(loop, "time", None) is time:  # a future Flower may wait in another way: then its own interval holds
-        loop.time = ShortSleep()  # type: ignore[attr-defined]
+        loop.time = ShortSleep()
+    loop._pull_and_store_message = answered(
+        loop._pull_and_store_message, run_client_app, f"127.0.0.1:{sys.argv[sys.argv.index('--port') + 1]}"
+    )
+    sys.argv += ["--host", "127.0.0.1", "--isolation", "process"]  # without SuperExec, see `answered`
     if digest := os.environ.get(PINNED_APP):
-        loop._pull_and_store_message = pinned(loop._pull_and_store_message, digest)  # type: ignore[attr-defined]
+        loop._pull_and_store_message = pinned(loop._pull_and_store_message, digest)
     if interval := os.environ.get(HEARTBEAT):  # of the node only: flwr.common.constant would shorten the time that a task may take, too
         for name in ("flwr.supernode.fleet_http_connection", "flwr.supercore.heartbeat"):
             vars(import_module(name))["HEARTBEAT_DEFAULT_INTERVAL"] = float(interval)
@@ -145,5 +239,4 @@ def supernode() -> None:
 if __name__ == "__main__":
     program = sys.argv.pop(1)
     sys.argv[0] = f"flower-{program}"
-    end_with_parent()
     {"superlink": superlink, "supernode": supernode}[program]()
