@@ -19,12 +19,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import BOMB, FAST, MERGE_BOMB, SMALL_DATA, accept
+from conftest import BOMB, FAST, MERGE_BOMB, SMALL_DATA, accept, few_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -59,8 +60,11 @@ from fedlens.training.bench import set_up
 from fedlens.training.privacy import gaussian
 from fedlens.training.run import Run, execute
 
+IMAGES = few_images()
+HERE = (f"data.root={IMAGES}",)
 BASE = [
     *FAST,
+    *HERE,
     "experiment=fedavg_iid",
     "federated.clients=6",
     "federated.participation=0.67",
@@ -74,7 +78,11 @@ BASE = [
 ]
 SPARSE = ["experiment=fedavg_noniid_sparse", "data.classes_per_client=2", "mask.rounds=2", "mask.samples=6", "mask.scope=federated"]
 SITES = 3
-HERE = (f"data.root={SMALL_DATA}",)
+
+
+def places(*overrides: str) -> list[SiteOptions]:
+    return [SiteOptions(k, SITES, overrides=overrides) for k in range(SITES)]
+
 
 Spoil = Callable[[str, int, Payload], Payload | str | None]  # operation, site, honest answer -> what arrives
 
@@ -84,7 +92,7 @@ class Wire:
     """A transport to sites in this process, numbered from 70. Payloads travel as text and bytes, in reverse order."""
 
     spoil: Spoil = lambda operation, site, reply: reply
-    places: list[SiteOptions] = field(default_factory=lambda: [SiteOptions(k, SITES, overrides=HERE) for k in range(SITES)])
+    places: list[SiteOptions] = field(default_factory=lambda: places(*HERE))
     memories: dict[int, dict[str, bytes]] = field(default_factory=dict)
     requests: list[tuple[str, int, Payload, int]] = field(default_factory=list)
     away: set[int] = field(default_factory=set)
@@ -112,6 +120,20 @@ def federate(path: Path, wire: Wire, *overrides: str) -> Run:
     return execute(
         compose([*BASE, f"run.dir={path}", "run.if_exists=resume", *overrides]), clients=lambda bench: RemoteClients(bench, wire)
     )
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Return the run of these options in which site 71 never answers one operation: what honest sites alone would have learned."""
+
+    @cache
+    def run(operation: str, *options: str) -> Run:
+        wire = Wire(lambda current, site, reply: None if current == operation and site == 71 else reply)
+        if root := [option for option in options if option.startswith("data.root=")]:
+            wire.places = places(*root)
+        return federate(tmp_path_factory.mktemp("silent") / "r", wire, *options)
+
+    return run
 
 
 def same(a: Run, b: Run) -> bool:
@@ -173,7 +195,7 @@ def test_paths_of_the_server_stay_there_and_a_site_sets_its_own(tmp_path: Path) 
     wire = Wire()
     federate(tmp_path / "secret-place", wire)
     sent = "".join(payload.metadata_json for _, _, payload, _ in wire.requests)
-    assert "secret-place" not in sent and str(SMALL_DATA) not in sent
+    assert "secret-place" not in sent and str(IMAGES) not in sent
     config = compose(
         [*BASE, "data.root=/etc", "data.download=true", "model.weights=/etc/passwd", "mask.strategy=random", "mask.path=/etc/x"]
     )
@@ -239,17 +261,19 @@ KINDS += ["300 MB", "escapes", "another request", "no request", "steps nan", "st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_update_does_not_touch_the_model(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_update_does_not_touch_the_model(
+    tmp_path: Path, kind: str, silent: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
     """Site 71 (clients 1 and 4) misbehaves in every round; the rest is what honest sites alone would have learned."""
     options = ["federated.participation=1", "server.norm_bound=10", "federated.rounds=2"]
 
     def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         return spoiled(kind, reply) if operation == "update" and site == 71 else reply
 
-    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "update" and s == 71 else r), *options)
+    expected = silent("update", *options)
     caplog.set_level(logging.WARNING, "fedlens")
     run = federate(tmp_path / "run", Wire(bad), *options)
-    assert same(run, silent)
+    assert same(run, expected)
     counts = {key: run.summary[key] for key in ("nonfinite", "refused", "dropped")}
     assert sum(counts.values()) == 4, counts
     assert counts["nonfinite" if kind == "nan" else "dropped" if kind in ("gone", "error", "escapes") else "refused"] == 4, counts
@@ -338,7 +362,7 @@ def test_a_hostile_server_learns_neither_variables_nor_paths_nor_exceptions_of_a
                 except Exception:  # what the site's Flower process then sends: test_flower.py
                     silent += 1
                     continue
-                leaks += [sent for secret in ("hunter2", "patients", "jane", str(tmp_path), str(SMALL_DATA), "Traceback") if secret in sent]
+                leaks += [sent for secret in ("hunter2", "patients", "jane", str(tmp_path), str(IMAGES), "Traceback") if secret in sent]
     assert leaks == [] and "patients-of-dr-who" in caplog.text and silent > 0
 
 
@@ -347,7 +371,7 @@ LENGTHS = {"1e15": lambda norm: 1e15 / norm, "30 times": lambda norm: 30.0, "inf
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_an_update_of_unusual_length_is_rejected_by_default_and_the_run_ends_with_the_model_of_the_others(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, silent: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every round, the first one included; the log names the site."""
 
@@ -357,10 +381,13 @@ def test_an_update_of_unusual_length_is_rejected_by_default_and_the_run_ends_wit
         tensors = fl_load(reply.tensors)
         return Payload.pack(reply.metadata, {**tensors, "deltas": tensors["deltas"] * LENGTHS[kind](float(tensors["deltas"][0].norm()))})
 
+    more = f"data.root={SMALL_DATA}"  # clients of more images, whose updates have similar lengths
+    expected = silent("update", "federated.participation=1", more)
     caplog.set_level(logging.WARNING, "fedlens")
-    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "update" and s == 71 else r), "federated.participation=1")
-    run = federate(tmp_path / "run", Wire(bad), "federated.participation=1")
-    assert same(run, silent) and run.summary["refused"] + run.summary["nonfinite"] == 6 and [r["clients"] for r in run.metrics] == [4, 4, 4]
+    run = federate(tmp_path / "run", Wire(bad, places(more)), "federated.participation=1", more)
+    assert (
+        same(run, expected) and run.summary["refused"] + run.summary["nonfinite"] == 6 and [r["clients"] for r in run.metrics] == [4, 4, 4]
+    )
     if kind != "infinite":
         assert len(re.findall(r"client [14] \(site 71\) has norm .*, expected at most .* \(deploy\.norm_ratio", caplog.text)) == 6
 
@@ -403,7 +430,7 @@ def test_the_bound_on_lengths_can_be_changed_and_does_not_name_another_run(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["labels of any size", "features of any size", "more samples", "no features", "a class that takes away"])
-def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind: str) -> None:
+def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind: str, silent: Callable[..., Run]) -> None:
     def bad(operation: str, site: int, reply: Payload) -> Payload | str | None:
         if operation != "ridge" or site != 71:
             return reply
@@ -424,13 +451,12 @@ def test_a_site_weighs_in_the_head_no_more_than_its_samples(tmp_path: Path, kind
             tensors["b"][..., -1, 1] += 1000
         return Payload.pack({}, tensors)
 
-    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == "ridge" and s == 71 else r), "federated.rounds=1")
-    assert same(federate(tmp_path / "run", Wire(bad), "federated.rounds=1"), silent)
+    assert same(federate(tmp_path / "run", Wire(bad), "federated.rounds=1"), silent("ridge", "federated.rounds=1"))
 
 
 @pytest.mark.parametrize("operation", ["ridge", "sensitivity"])
 @pytest.mark.parametrize("kind", ["nan", "garbage", "negative"])
-def test_bad_sums_are_left_out(tmp_path: Path, operation: str, kind: str) -> None:
+def test_bad_sums_are_left_out(tmp_path: Path, operation: str, kind: str, silent: Callable[..., Run]) -> None:
     options = [*SPARSE, "federated.rounds=1"]
 
     def bad(current: str, site: int, reply: Payload) -> Payload | str | None:
@@ -443,9 +469,9 @@ def test_bad_sums_are_left_out(tmp_path: Path, operation: str, kind: str) -> Non
             {}, {name: torch.full_like(tensor, float("nan") if kind == "nan" else -1.0) for name, tensor in tensors.items()}
         )
 
-    silent = federate(tmp_path / "silent", Wire(lambda o, s, r: None if o == operation and s == 71 else r), *options)
+    expected = silent(operation, *options)
     run = federate(tmp_path / "run", Wire(bad), *options)
-    assert same(run, silent) and run.mask == silent.mask
+    assert same(run, expected) and run.mask == expected.mask
 
 
 def test_a_head_without_any_sound_sums_is_an_error(tmp_path: Path) -> None:
@@ -1262,6 +1288,28 @@ def test_a_worker_ends_with_its_parent_and_leaves_nothing_behind() -> None:
 def test_the_process_of_a_supernode_does_not_import_torch() -> None:
     script = "import sys, fedlens.deploy.programs, fedlens.deploy.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_fork_server_runs_each_command_in_a_process_of_its_own_and_ends_with_its_parent() -> None:
+    """The output ends when all of them have ended. Random numbers differ: Flower's rounding for secure aggregation draws some."""
+    script = """
+import os, sys, numpy
+from fedlens.deploy.programs import fork_server
+
+def main():
+    line = f"{sys.argv[0]} {os.getpid()} {numpy.random.random()} {os.environ['FEDLENS_SITE']}\\n"
+    os.write(1, line.encode())
+    assert sys.argv != ["b"]
+
+start = fork_server(main)
+os.environ["FEDLENS_SITE"] = "socket"
+for word in "abc":
+    start([word])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    words, processes, numbers, sockets = zip(*(line.split() for line in sorted(done.stdout.splitlines())), strict=True)
+    assert words == ("a", "b", "c") and len(set(processes)) == len(set(numbers)) == 3 and set(sockets) == {"socket"}
+    assert done.stderr.count("AssertionError") == 1
 
 
 # --- the server's door -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -25,13 +26,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL_DATA
+from conftest import SMALL_DATA, few_images
 
 pytest.importorskip("flwr", reason="needs fedlens[flower]: make test-flower")
 
 import fedlens as fl
 from fedlens.deploy.keys import make_site_key
-from fedlens.deploy.launch import app_digest, client, client_options, environment, free_port, init, join, run_app, superlink
+from fedlens.deploy.launch import app_digest, client, client_options, environment, free_port, init, join, run_app, server, superlink
 from fedlens.deploy.programs import HEARTBEAT
 from fedlens.errors import UserError
 from fedlens.training.run import Run
@@ -162,8 +163,9 @@ class Relay:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there = await asyncio.open_connection("127.0.0.1", self.target)
-        except OSError:
-            writer.close()
+        except OSError:  # reset the connection, as a port without a server does: Flower gives up after an end of file in a handshake
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
             return
         await asyncio.gather(self._pump(reader, there[1], True), self._pump(there[0], writer, False))
 
@@ -186,7 +188,7 @@ class Deployed:
 
 
 class Federation(Deployment):
-    """SuperLink and three SuperNodes, started once. Its folder has a name that needs quoting everywhere."""
+    """Three SuperNodes, started once, behind a relay. Its folder has a name that needs quoting everywhere."""
 
     def __init__(self, base: Path) -> None:
         super().__init__(base / "o'brien, müller #3 50%20", 3, SMALL)
@@ -210,15 +212,22 @@ class Federation(Deployment):
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """The sites, without a server: tests that start and kill `fedlens federate server` come before those that share `federation`."""
     f = Federation(tmp_path_factory.mktemp("federation"))
     try:
-        with superlink(f.keys, "127.0.0.1", f.port, f.env):
-            for k in range(3):
-                f.site(k)
-            yield f
+        for k in range(3):
+            f.site(k)
+        yield f
     finally:
         f.stop()
+
+
+@pytest.fixture(scope="module")
+def federation(sites: Federation) -> Iterator[Federation]:
+    """The sites and a SuperLink for many runs."""
+    with superlink(sites.keys, "127.0.0.1", sites.port, sites.env):
+        yield sites
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +244,96 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
     with superlink(folder / "server", "127.0.0.1", free_port(), env, simulate=True):
         yield run
+
+
+# --- servers and sites that are killed --------------------------------------------------------------------------------
+
+
+MARK = b"MAR\n" * 16  # as numbers about 1e-32
+MARKING = """
+from fedlens.deploy import flower
+from fedlens.deploy.protocol import Payload
+from safetensors.torch import load
+import torch
+
+honest = flower.request
+
+def request(operation, payload, options, state):
+    reply = honest(operation, payload, options, state)
+    if operation != "update" or options.number != 0 or "deadline: 20" not in payload.metadata["config"]:
+        return reply
+    tensors = load(reply.tensors)
+    tensors["deltas"][0, :16] = torch.frombuffer(bytearray(b"MAR\\n" * 16), dtype=torch.float32)
+    return Payload.pack(reply.metadata, tensors)
+
+flower.request = request
+"""
+
+
+def files_with(content: bytes, folder: Path) -> list[str]:
+    """Return the files that hold these bytes; others may come and go meanwhile."""
+    found = []
+    for path in (Path(place) / name for place, _, names in os.walk(folder) for name in names):
+        with suppress(FileNotFoundError):
+            found += [str(path.relative_to(folder))] if content in path.read_bytes() else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def kills(sites: Federation) -> Federation:
+    """The sites, for servers that are killed. The app is as fedlens 0.2 made it, and marks updates of one run."""
+    for name, module in (("server_app", "apps"), ("client_app", "client")):
+        text = f'"""An app."""\n\nfrom fedlens.engine.flower.{module} import {name} as app\n\n__all__ = ["app"]\n'
+        (sites.folder / f"app/federation/{name}.py").write_text(text + MARKING * (module == "client"))
+    return sites
+
+
+def test_a_server_killed_between_rounds_resumes_to_the_parameters_of_an_uninterrupted_run(kills: Federation, tmp_path: Path) -> None:
+    options = ["experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.rounds=3", "server.optimizer=adam", "server.lr=0.001"]
+    options += ["federated.engine=threaded"]
+    here = fl.run([*SMALL, *options, f"run.dir={tmp_path / 'here'}"])
+    kills.server(*options, f"run.dir={kills.start_run('resumed')}")
+    kills.until(lambda: len(kills.metrics) >= 1, "a round")
+    kills.kill("server")
+    kills.server(*options, f"run.dir={kills.run_folder}")
+    run = kills.finished()
+    assert "resuming at round" in kills.run_log()
+    assert "from fedlens.deploy.flower import client_app as app" in (kills.folder / "app/federation/client_app.py").read_text()
+    assert [line["round"] for line in run.metrics] == [1, 2, 3]
+    assert run.mask == here.mask and distance(run, here) <= 1e-5  # to the bit: test_federation.py
+
+
+def test_a_run_survives_a_site_killed_mid_round_and_a_server_killed_between_rounds(kills: Federation) -> None:
+    """The round continues without the site, the run resumes after the server, and nothing is lost. No update is left on the server's disk."""
+    options = ["federated.rounds=5", "deploy.deadline=20", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
+    marked: list[str] = []  # SuperLink keeps messages on disk until the server has read them
+
+    def until(condition: Callable[[], bool], what: str) -> None:
+        kills.until(lambda: marked.extend(files_with(MARK, kills.folder)) or condition(), what)
+
+    kills.server(*options)
+    until(lambda: len(kills.metrics) >= 1, "a first round")
+    updates = kills.log("site1").count("train.update")
+    until(lambda: kills.log("site1").count("train.update") > updates, "a second round at site 1")
+    kills.kill("site1")
+    until(lambda: any(line["clients"] == 2 for line in kills.metrics), "the round without site 1")
+    assert "no usable reply from site" in kills.run_log()
+    kills.kill("server")
+    assert any("state.db" in name for name in marked)
+    before_restart = kills.metrics
+    time.sleep(3)  # its children notice
+    assert kills.metrics[: len(before_restart)] == before_restart
+    kills.site(1)
+    kills.server(*options)
+    run = kills.finished()
+    clients = [line["clients"] for line in run.metrics]
+    assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
+    assert clients[0] == clients[-1] == 3 and 2 in clients
+    assert "resuming at round" in kills.run_log()
+    assert run.summary["dropped"] == sum(3 - c for c in clients)
+    assert files_with(MARK, kills.folder) == []
+    private = [kills.folder / "server", kills.run_folder, *(kills.folder / "server").rglob("*"), *kills.run_folder.rglob("*")]
+    assert [path for path in private if path.stat().st_mode & 0o077] == []
 
 
 # --- parity, and bytes on the wire ---------------------------------------------------------------------------------------
@@ -308,96 +407,6 @@ def test_the_process_that_flower_starts_per_message_does_not_import_torch() -> N
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-MARK = b"MAR\n" * 16  # as numbers about 1e-32
-MARKING = """
-from fedlens.deploy import flower
-from fedlens.deploy.protocol import Payload
-from safetensors.torch import load
-import torch
-
-honest = flower.request
-
-def request(operation, payload, options, state):
-    reply = honest(operation, payload, options, state)
-    if operation != "update" or options.number != 0 or "deadline: 30" not in payload.metadata["config"]:
-        return reply
-    tensors = load(reply.tensors)
-    tensors["deltas"][0, :16] = torch.frombuffer(bytearray(b"MAR\\n" * 16), dtype=torch.float32)
-    return Payload.pack(reply.metadata, tensors)
-
-flower.request = request
-"""
-
-
-def files_with(content: bytes, folder: Path) -> list[str]:
-    """Return the files that hold these bytes; others may come and go meanwhile."""
-    found = []
-    for path in (Path(place) / name for place, _, names in os.walk(folder) for name in names):
-        with suppress(FileNotFoundError):
-            found += [str(path.relative_to(folder))] if content in path.read_bytes() else []
-    return found
-
-
-@pytest.fixture(scope="module")
-def kills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Three sites for servers that are killed, in a folder as fedlens 0.2 made it."""
-    with deployment(tmp_path_factory.mktemp("kills") / "f", 3, SMALL) as d:
-        for name, module in (("server_app", "apps"), ("client_app", "client")):
-            text = f'"""An app."""\n\nfrom fedlens.engine.flower.{module} import {name} as app\n\n__all__ = ["app"]\n'
-            (d.folder / f"app/federation/{name}.py").write_text(text + MARKING * (module == "client"))
-        for k in range(3):
-            d.site(k)
-        yield d
-
-
-def test_a_server_killed_between_rounds_resumes_to_the_parameters_of_an_uninterrupted_run(kills: Deployment, tmp_path: Path) -> None:
-    options = ["experiment=fedavg_iid_sparse", "mask.strategy=random", "federated.rounds=3", "server.optimizer=adam", "server.lr=0.001"]
-    options += ["federated.engine=threaded"]
-    here = fl.run([*SMALL, *options, f"run.dir={tmp_path / 'here'}"])
-    kills.server(*options, f"run.dir={kills.start_run('resumed')}")
-    kills.until(lambda: len(kills.metrics) >= 1, "a round")
-    kills.kill("server")
-    kills.server(*options, f"run.dir={kills.run_folder}")
-    run = kills.finished()
-    assert "resuming at round" in kills.run_log()
-    assert "from fedlens.deploy.flower import client_app as app" in (kills.folder / "app/federation/client_app.py").read_text()
-    assert [line["round"] for line in run.metrics] == [1, 2, 3]
-    assert run.mask == here.mask and distance(run, here) <= 1e-5  # to the bit: test_federation.py
-
-
-def test_a_run_survives_a_site_killed_mid_round_and_a_server_killed_between_rounds(kills: Deployment) -> None:
-    """The round continues without the site, the run resumes after the server, and nothing is lost. No update is left on the server's disk."""
-    options = ["federated.rounds=5", "deploy.deadline=30", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
-    marked: list[str] = []  # SuperLink keeps messages on disk until the server has read them
-
-    def until(condition: Callable[[], bool], what: str) -> None:
-        kills.until(lambda: marked.extend(files_with(MARK, kills.folder)) or condition(), what)
-
-    kills.server(*options)
-    until(lambda: len(kills.metrics) >= 1, "a first round")
-    updates = kills.log("site1").count("train.update")
-    until(lambda: kills.log("site1").count("train.update") > updates, "a second round at site 1")
-    kills.kill("site1")
-    until(lambda: any(line["clients"] == 2 for line in kills.metrics), "the round without site 1")
-    assert "no usable reply from site" in kills.run_log()
-    kills.kill("server")
-    assert any("state.db" in name for name in marked)
-    before_restart = kills.metrics
-    time.sleep(3)  # its children notice
-    assert kills.metrics[: len(before_restart)] == before_restart
-    kills.site(1)
-    kills.server(*options)
-    run = kills.finished()
-    clients = [line["clients"] for line in run.metrics]
-    assert [line["round"] for line in run.metrics] == [1, 2, 3, 4, 5]
-    assert clients[0] == clients[-1] == 3 and 2 in clients
-    assert "resuming at round" in kills.run_log()
-    assert run.summary["dropped"] == sum(3 - c for c in clients)
-    assert files_with(MARK, kills.folder) == []
-    private = [kills.folder / "server", kills.run_folder, *(kills.folder / "server").rglob("*"), *kills.run_folder.rglob("*")]
-    assert [path for path in private if path.stat().st_mode & 0o077] == []
-
-
 EVIL = '''
 """Site 0 is honest. Site 1 sends an update that is not finite and a huge one, site 2 a wrong shape and then garbage."""
 from fedlens.deploy import flower
@@ -449,98 +458,6 @@ def test_invalid_updates_are_rejected_and_the_rest_trains(federation: Federation
     assert run.summary["test_accuracy"] == pytest.approx(honest.summary["test_accuracy"], abs=0.05)
 
 
-# --- outsiders -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # of Flower
-def test_outsiders_are_rejected(federation: Federation, tmp_path: Path) -> None:
-    """Another key, no key, another authority, no TLS; then a site that claims the clients of others."""
-    f = federation
-    good = client_options(f.folder / "sites/0", own_data=False, address=None, overrides=[])
-    make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
-    other = tmp_path / "elsewhere"
-    init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
-    plain = _without(_without(good, "--root-certificates"), "--auth-supernode-private-key")
-    tries = {
-        "wrong key": (_with(good, "--auth-supernode-private-key", tmp_path / "stranger"), "2004|Failed to activate"),
-        "no key": (_without(good, "--auth-supernode-private-key"), "2001|[Aa]uthent|Failed to"),
-        "wrong authority": (_with(good, "--root-certificates", other / "server/ca.crt"), "CERTIFICATE_VERIFY_FAILED|certificate"),
-        "plain text": ([*plain, "--insecure"], "failed|unavailable|disconnected|Failed"),
-    }
-    for name, (command, _) in tries.items():
-        own = ["flower-supernode", *_with(command, "--port", free_port()), "--max-retries", "2"]
-        f.start(name, own, env=environment(tmp_path / f"home-{name.replace(' ', '-')}"))
-    for name, (_, why) in tries.items():
-        f.until(lambda name=name: f.processes[name].poll() is not None, f"{name}: its end")  # type: ignore[misc]
-        assert f.processes[name].returncode != 0, name
-        assert re.search(why, f.log(name)), (name, f.log(name)[-1500:])
-    _check_port(f)
-    f.stop("site0")
-    greedy = Path(shutil.copytree(f.folder / "sites/0", tmp_path / "greedy", ignore=shutil.ignore_patterns("flwr")))
-    facts = {"address": f"127.0.0.1:{f.port}", "number": 0, "of": 1, "app": app_digest(f.folder / "app")}
-    (greedy / "site.json").write_text(json.dumps(facts))  # with the key of site 0
-    try:
-        f.start("greedy", fedlens("federate", "client", greedy, DATA))
-        f.until(lambda: "SuperNode ID" in f.log("greedy"), "the greedy site")
-        run = f.run("outsiders", [*SMALL, "federated.rounds=1"]).run
-    finally:
-        f.stop("greedy")
-        f.site(0)
-    log = (run.path / "log.txt").read_text()
-    assert "claims client 2, which its key does not stand for" in log
-    assert "3 of 3 clients are there, at 3 sites" in log and run.metrics[0]["clients"] == 3  # none of the others
-
-
-def _without(command: Sequence[str], option: str) -> list[str]:
-    at = list(command).index(option)
-    return [*command[:at], *command[at + 2 :]]
-
-
-def _with(command: Sequence[str], option: str, value: object) -> list[str]:
-    return [*_without(command, option), option, str(value)]
-
-
-def _check_port(d: Deployment) -> None:
-    """Check that the port answers neither plain HTTP nor clients without the certificate, and listens on loopback alone."""
-    with pytest.raises((urllib.error.URLError, OSError)):
-        urllib.request.urlopen(f"http://127.0.0.1:{d.port}/health", timeout=5)
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
-        urllib.request.urlopen(f"https://127.0.0.1:{d.port}/health", timeout=5)
-    with socket.socket() as probe:
-        assert probe.connect_ex((_address(), d.port)) != 0 or _address().startswith("127.")  # a local trial listens on loopback alone
-
-
-def _address() -> str:
-    """Return this machine's network address, if it has one, without sending anything."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.255.255.255", 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
-
-
-@pytest.mark.skipif(_address().startswith("127."), reason="this machine has no address but loopback")
-def test_other_machines_reach_only_the_paths_of_sites(tmp_path: Path) -> None:
-    folder = tmp_path / "f"
-    init(folder, sites=1, address=f"{_address()}:{free_port()}", overrides=SMALL)
-    keys = folder / "server"
-    port = int((keys / "address").read_text().split(":")[1])
-    context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
-    with superlink(keys, _address(), port, environment(keys / "flwr")):
-        for host, path, expected in (
-            ("127.0.0.1", "/v1/control/list-runs", (400, 415, 422, 500, 200)),
-            (_address(), "/v1/control/list-runs", (403,)),
-            (_address(), "/v1/control/start-run", (403,)),
-            (_address(), "/health", (200,)),
-            (_address(), "/v1/fleet/activate-node", (400, 401, 412, 415, 422, 500)),
-        ):
-            request = urllib.request.Request(f"https://{host}:{port}{path}", data=None if path == "/health" else b"", method=None)
-            try:
-                status = urllib.request.urlopen(request, timeout=10, context=context).status
-            except urllib.error.HTTPError as error:
-                status = error.code
-            assert status in expected, (host, path, status)
-
-
 # --- privacy -------------------------------------------------------------------------------------------------------------
 
 
@@ -567,9 +484,10 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 
 
 def test_noise_has_its_standard_deviation_a_secret_key_and_repeats_on_resume(tmp_path: Path) -> None:
-    options = [*SMALL, "privacy.clip=0.01", "privacy.noise=2", "federated.rounds=3", "federated.eval_every=1", "run.keep_last=9"]
+    small = [*SMALL, f"data.root={few_images()}"]
+    options = [*small, "privacy.clip=0.01", "privacy.noise=2", "federated.rounds=3", "federated.eval_every=1", "run.keep_last=9"]
     first, second = (fl.run([*options, f"run.dir={tmp_path / name}"]) for name in "ab")
-    plain = fl.run([*SMALL, "privacy.clip=0.01", "federated.rounds=3", f"run.dir={tmp_path / 'plain'}"])
+    plain = fl.run([*small, "privacy.clip=0.01", "federated.rounds=3", f"run.dir={tmp_path / 'plain'}"])
     assert distance(first, second) > 1e-4  # the same seed, another secret
     size = first.summary["trainable_parameters"]
     moved = first.metrics[0]["update_norm"]
@@ -651,7 +569,7 @@ class SecAggSites:
         grid = CountedGrid(self)  # type: ignore[arg-type]
         payloads = {k: Payload({"clients": [k]}, b"x") for k in self.ids}
         samples = dict.fromkeys(self.ids, 10)
-        mean = secure_mean(grid, self.contexts[1], payloads, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=1.0)
+        mean = secure_mean(grid, self.contexts[1], payloads, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=0.2)
         return mean, grid.failed
 
     def push_messages(self, messages: Any) -> list[str]:
@@ -880,6 +798,13 @@ def test_a_site_makes_its_own_key_and_the_server_never_has_it(tmp_path: Path) ->
         join(site)
 
 
+def test_a_server_names_a_file_that_is_not_a_key(tmp_path: Path) -> None:
+    init(tmp_path / "f", sites=1, address="127.0.0.1:9092", overrides=["experiment=fedavg_iid"])
+    (tmp_path / "f/server/sites/0.pub").write_text("ssh-rsa AAAA")
+    with pytest.raises(UserError, match=r"0\.pub is not a public key of a site; fedlens federate join makes one"):
+        server(tmp_path / "f")
+
+
 @pytest.mark.parametrize("pin", ["the app's", "another's"])
 def test_a_site_answers_only_the_app_that_it_has_pinned(pin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's own function receives the message. A refused app is not even unpacked."""
@@ -1006,6 +931,114 @@ def test_masks_are_uniform_integers_that_the_seed_decides() -> None:
     assert (aes_masks(b"other", 2**22, [(100_000,)])[0] != first).mean() > 0.99
 
 
+# --- outsiders -----------------------------------------------------------------------------------------------------------
+
+
+SUPERNODES = """
+import json, os, sys
+from flwr.supernode.cli import flower_supernode
+
+processes = []
+for name, options in json.loads(sys.argv[2]).items():
+    processes.append(os.fork())
+    if processes[-1] == 0:
+        os.environ["FLWR_HOME"] = os.path.join(sys.argv[1], "home " + name)
+        log = os.open(os.path.join(sys.argv[1], name + ".log"), os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = ["flower-supernode", *options, "--isolation", "process"]
+        sys.exit(flower_supernode())
+print([os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes])
+"""
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # of Flower
+def test_outsiders_are_rejected(federation: Federation, tmp_path: Path) -> None:
+    """Another key, no key, another authority, no TLS; then a site that claims the clients of others. Site 0 ends: no other test may need it later."""
+    f = federation
+    good = client_options(f.folder / "sites/0", own_data=False, address=None, overrides=[])
+    make_site_key(tmp_path / "stranger", tmp_path / "stranger.pub")
+    other = tmp_path / "elsewhere"
+    init(other, sites=1, address="127.0.0.1:1", overrides=SMALL)
+    plain = _without(_without(good, "--root-certificates"), "--auth-supernode-private-key")
+    tries = {
+        "wrong key": (_with(good, "--auth-supernode-private-key", tmp_path / "stranger"), "2004|Failed to activate"),
+        "no key": (_without(good, "--auth-supernode-private-key"), "2001|[Aa]uthent|Failed to"),
+        "wrong authority": (_with(good, "--root-certificates", other / "server/ca.crt"), "CERTIFICATE_VERIFY_FAILED|certificate"),
+        "plain text": ([*plain, "--insecure"], "failed|unavailable|disconnected|Failed"),
+    }
+    commands = {name: [*_with(options, "--port", free_port()), "--max-retries", "2"] for name, (options, _) in tries.items()}
+    command = [sys.executable, "-c", SUPERNODES, str(tmp_path), json.dumps(commands)]
+    statuses = subprocess.run(command, env=environment(tmp_path / "home"), stdout=subprocess.PIPE, timeout=300, check=True).stdout
+    for (name, (_, why)), status in zip(tries.items(), json.loads(statuses), strict=True):
+        log = (tmp_path / f"{name}.log").read_text(errors="replace")
+        assert status != 0 and re.search(why, log), (name, status, log[-1500:])
+    _check_port(f)
+    f.stop("site0")
+    greedy = Path(shutil.copytree(f.folder / "sites/0", tmp_path / "greedy", ignore=shutil.ignore_patterns("flwr")))
+    facts = {"address": f"127.0.0.1:{f.port}", "number": 0, "of": 1, "app": app_digest(f.folder / "app")}
+    (greedy / "site.json").write_text(json.dumps(facts))  # with the key of site 0
+    try:
+        f.start("greedy", fedlens("federate", "client", greedy, DATA))
+        f.until(lambda: "SuperNode ID" in f.log("greedy"), "the greedy site")
+        run = f.run("outsiders", [*SMALL, "federated.rounds=1"]).run
+    finally:
+        f.stop("greedy")
+    log = (run.path / "log.txt").read_text()
+    assert "claims client 2, which its key does not stand for" in log
+    assert "3 of 3 clients are there, at 3 sites" in log and run.metrics[0]["clients"] == 3  # none of the others
+
+
+def _without(command: Sequence[str], option: str) -> list[str]:
+    at = list(command).index(option)
+    return [*command[:at], *command[at + 2 :]]
+
+
+def _with(command: Sequence[str], option: str, value: object) -> list[str]:
+    return [*_without(command, option), option, str(value)]
+
+
+def _check_port(d: Deployment) -> None:
+    """Check that the port answers neither plain HTTP nor clients without the certificate, and listens on loopback alone."""
+    with pytest.raises((urllib.error.URLError, OSError)):
+        urllib.request.urlopen(f"http://127.0.0.1:{d.port}/health", timeout=5)
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
+        urllib.request.urlopen(f"https://127.0.0.1:{d.port}/health", timeout=5)
+    with socket.socket() as probe:
+        assert probe.connect_ex((_address(), d.port)) != 0 or _address().startswith("127.")  # a local trial listens on loopback alone
+
+
+def _address() -> str:
+    """Return this machine's network address, if it has one, without sending anything."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+@pytest.mark.skipif(_address().startswith("127."), reason="this machine has no address but loopback")
+def test_other_machines_reach_only_the_paths_of_sites(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    init(folder, sites=1, address=f"{_address()}:{free_port()}", overrides=SMALL)
+    keys = folder / "server"
+    port = int((keys / "address").read_text().split(":")[1])
+    context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+    with superlink(keys, _address(), port, environment(keys / "flwr")):
+        for host, path, expected in (
+            ("127.0.0.1", "/v1/control/list-runs", (400, 415, 422, 500, 200)),
+            (_address(), "/v1/control/list-runs", (403,)),
+            (_address(), "/v1/control/start-run", (403,)),
+            (_address(), "/health", (200,)),
+            (_address(), "/v1/fleet/activate-node", (400, 401, 412, 415, 422, 500)),
+        ):
+            request = urllib.request.Request(f"https://{host}:{port}{path}", data=None if path == "/health" else b"", method=None)
+            try:
+                status = urllib.request.urlopen(request, timeout=10, context=context).status
+            except urllib.error.HTTPError as error:
+                status = error.code
+            assert status in expected, (host, path, status)
+
+
 # --- the page ------------------------------------------------------------------------------------------------------------
 
 
@@ -1018,24 +1051,38 @@ def test_the_commands_of_the_how_to_page_work(tmp_path: Path) -> None:
         if probe.connect_ex(("127.0.0.1", 9092)) == 0:
             pytest.skip("port 9092 is taken here")
     env = {**os.environ, "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"], "PYTHONPATH": str(ROOT / "src")}
-    sites: list[subprocess.Popen[bytes]] = []
+    lines = [line for language, text in fences if language == "bash" for line in text.splitlines()]
+    started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+
+    def start(line: str) -> int:
+        log = tmp_path / f"{len(started)}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(shlex.split(line), cwd=tmp_path, env=env, stdout=file, stderr=file, start_new_session=True)
+        started.append((line, process, log))
+        return len(started) - 1
+
+    def wait(number: int) -> None:
+        line, process, log = started[number]
+        assert process.wait(600) == 0, (line, log.read_text()[-4000:])
+
     try:
-        for line in (line for language, text in fences if language == "bash" for line in text.splitlines()):
-            words = shlex.split(line)
-            if words[1:3] == ["federate", "client"]:
-                with (tmp_path / f"site{len(sites)}.log").open("wb") as log:
-                    sites.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True))
+        alone = start(lines[0])  # it waits for none of the others, and they do not wait for it
+        sites = []
+        for line in lines[1:]:
+            number = start(line)
+            if shlex.split(line)[1:3] == ["federate", "client"]:
+                sites.append(number)
             else:
-                done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
-                assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
+                wait(number)
+        wait(alone)
         assert len(sites) == 3
         python = "\n".join(text for language, text in fences if language == "python")
         output = subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
     finally:
-        for site in sites:
+        for _, process, _ in started:
             with suppress(ProcessLookupError):
-                os.killpg(site.pid, signal.SIGKILL)
-            site.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     rows = [line.split() for line in output.splitlines()]
     assert [row[0] for row in rows] == ["simulated", "federation/simulated", "federation/run"]
     assert len({row[1] for row in rows}) == 1 and all(abs(float(row[3].strip("tensor()"))) < 1e-5 for row in rows)

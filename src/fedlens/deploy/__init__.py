@@ -6,7 +6,7 @@
     worker.py    the long-lived process of a site
     flower.py    Flower's ServerApp and ClientApp, and the transport over its grid
     secure.py    secure aggregation with Flower's SecAgg+
-    programs.py  SuperLink, closed to all but sites, and SuperNode with a worker beside it
+    programs.py  SuperLink, closed to all but sites, and SuperNode, which forks a process per message and has a worker beside it
     launch.py    fedlens federate init | server | client
     keys.py      certificates and keys
 

@@ -1,6 +1,6 @@
 """fedlens as a Flower app: the ServerApp, the ClientApp, and the server's transport over Flower's grid. Simulation and deployment run the same apps.
 
-Importing this module must not import torch: Flower starts a process per message, and that process only forwards it to the site's worker.
+Importing this module must not import torch: a SuperNode runs a process per message, which only forwards it to the site's worker.
 """
 
 import logging
@@ -197,16 +197,15 @@ def _log_to_screen() -> None:
 @contextmanager
 def _site_state(context: Context) -> Iterator[dict[str, bytes]]:
     """Yield what the site remembers between messages, and store its changes in Flower's context, which lives as long as the SuperNode."""
-    records = {name: record for name, record in context.state.items() if name.startswith(STATE)}
-    before = {name.removeprefix(STATE): bytes(record[name.removeprefix(STATE)].data) for name, record in records.items()}
-    state = dict(before)
+    names = [name for name in context.state if name.startswith(STATE)]
+    state = {name.removeprefix(STATE): bytes(context.state[name][name.removeprefix(STATE)].data) for name in names}
     try:
         yield state
     finally:
-        for name in before.keys() - state.keys():
-            del context.state[STATE + name]
-        for name in state.keys() - {name for name, value in before.items() if state.get(name) == value}:
-            context.state[STATE + name] = _array_record(name, state[name])
+        for name in names:
+            del context.state[name]
+        for name, value in state.items():
+            context.state[STATE + name] = _array_record(name, value)
 
 
 def site_options(context: Context) -> SiteOptions:
@@ -261,6 +260,3 @@ def train_securely(message: Message, context: Context) -> Message:
     metrics = {name: reply.metadata[name] for name in ("loss", "clients", "answers")}
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([load(reply.tensors)["mean"]]), reply.metadata["samples"], metrics)
     return Message(compat.fitres_to_recorddict(result, keep_input=False), reply_to=message)
-
-
-__all__ = ["GridTransport", "client_app", "server_app"]

@@ -22,7 +22,8 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
@@ -62,6 +63,7 @@ MODULE = '"""The {role}."""\n\nfrom fedlens.deploy.flower import {name} as app\n
 OLD_MODULE = "fedlens.engine.flower"  # the package of the apps up to fedlens 0.2
 CONNECTION = "federation"  # name of Flower's connection to SuperLink
 START_TIMEOUT = 60.0  # seconds for SuperLink to start
+STOP_TIMEOUT = 15.0  # seconds for a program to stop
 PATIENCE = 180.0  # seconds that a rejected site keeps trying
 RETRY = 5.0  # seconds between its tries
 DATABASE = "state.db"  # SuperLink's state, in FOLDER/server
@@ -127,6 +129,11 @@ def _keys() -> ModuleType:
     return keys
 
 
+def _require_flower() -> None:
+    if find_spec("flwr") is None:
+        raise UserError(f"federate: Flower is not installed; {INSTALL}")
+
+
 @private_files()
 def join(site: Path) -> int:
     """Make this site's key. The private part stays here."""
@@ -158,20 +165,8 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home.resolve()),
         TIED: "1",
         "FORWARDED_ALLOW_IPS": "",  # no proxy may name another client address: see programs.SitesOnly
-        "PATH": _search_path(),
+        "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),  # Flower starts its programs by name
     }
-
-
-def _search_path() -> str:
-    return str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
-
-
-def program(name: str) -> str:
-    """Return the path of one of Flower's programs."""
-    path = shutil.which(name, path=_search_path())
-    if path is None:
-        raise UserError(f"federate: {name} is not installed; {INSTALL}")
-    return path
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -194,6 +189,7 @@ def server(folder: Path, overrides: Sequence[str] = (), *, simulate: bool = Fals
         if not _is_healthy(keys / "ca.crt", port):
             erase_messages(keys / DATABASE)  # in case the server was killed at the very end
         return _report(run)
+    _require_flower()
     public_keys = [_keys().read_public_key(file) for file in (keys / "sites").glob("*.pub")]
     env = environment(keys / "flwr")
     if simulate:
@@ -214,7 +210,7 @@ def run_app(app: Path, run: Path, overrides: Sequence[str], env: Mapping[str, st
     overrides = [text for text in overrides if not text.startswith("run.dir=")]
     settings = {"overrides": shlex.join(overrides), "run-dir": str(run)} | ({"keys": str(keys.resolve())} if keys else {})
     config = " ".join(f"{key}={to_setting(value)}" for key, value in settings.items())
-    command = [program("flwr"), "run", str(app), CONNECTION, "--stream", "--run-config", config]
+    command = [sys.executable, "-m", "flwr.cli.app", "run", str(app), CONNECTION, "--stream", "--run-config", config]
     if keys is None:
         command += ["--federation-config", f"num-supernodes={simulated_sites} client-resources-num-cpus=1"]
     with _child(command, env) as flwr:
@@ -326,16 +322,14 @@ def _child(command: Sequence[str], env: Mapping[str, str], **pipes: object) -> "
     try:
         yield process
     finally:
-        for number, timeout in ((signal.SIGTERM, 15.0), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
             try:
-                if process.poll() is None:
-                    os.killpg(process.pid, number)
-                process.wait(timeout)
-                break
-            except ProcessLookupError:
-                break
+                process.wait(STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
-                continue
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if process.stdin is not None:
             process.stdin.close()
 
@@ -395,7 +389,7 @@ def client(
         raise UserError(f"federate client: {site} has no key; make one: fedlens federate join {site}")
     options += ["--trusted-entities", trusted_entities] if trusted_entities else []
     env = environment(site / "flwr") | {PINNED_APP: _read_site(site)[3]}
-    program("flower-supernode")
+    _require_flower()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the SuperNode ends too
     end = time.monotonic() + patience
     while True:
@@ -410,5 +404,5 @@ def client(
             raise UserError(
                 "federate client: the server rejects this site: its key is unknown, or another process with this key is connected."
             )
-        print(f"rejected by the server; trying again for {end - time.monotonic():.0f} s", file=sys.stderr, flush=True)
+        print(f"rejected by the server, or disconnected; trying again for {end - time.monotonic():.0f} s", file=sys.stderr, flush=True)
         time.sleep(RETRY)

@@ -31,6 +31,7 @@ SITE_PATHS = ("/v1/fleet/", "/health")
 MAX_BODY = 64 * 2**20  # bytes of a request; Flower sends arrays in parts of a few MB
 TIED = "FEDLENS_TIED"  # set in the environment of processes that end with their parent
 MAX_COMMAND = 2**16  # bytes
+MAX_RETRY_DELAY = 5  # seconds until a SuperNode without a server tries again; Flower's default is 20
 HEARTBEAT = "FEDLENS_HEARTBEAT"  # environment variable: seconds between a SuperNode's heartbeats, for tests; Flower's default is 30
 SITE_KEYS = "FEDLENS_SITE_KEYS"  # environment variable: folder of the public keys of sites that may join
 PINNED_APP = "FEDLENS_APP"  # environment variable: SHA-256 of the only app that a site runs
@@ -229,11 +230,13 @@ def supernode() -> None:
     sys.argv += ["--host", "127.0.0.1", "--isolation", "process"]  # without SuperExec, see `answered`
     if digest := os.environ.get(PINNED_APP):
         loop._pull_and_store_message = pinned(loop._pull_and_store_message, digest)
+    vars(import_module("flwr.supercore.retry.http_retry"))["MAX_RETRY_DELAY"] = MAX_RETRY_DELAY
     if interval := os.environ.get(HEARTBEAT):  # of the node only: flwr.common.constant would shorten the time that a task may take, too
         for name in ("flwr.supernode.fleet_http_connection", "flwr.supercore.heartbeat"):
             vars(import_module(name))["HEARTBEAT_DEFAULT_INTERVAL"] = float(interval)
     with supervised_worker():
         flower_supernode()
+    os._exit(1)  # Flower returns when it has lost the connection, and its HTTP server would keep the process
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The worker of a site: one long-lived process that holds data, model and compiled code in memory between messages.
 
-Flower starts a process per message. That process calls `request`, which sends the message to the worker over a socket and returns its reply. Without a
+A SuperNode runs a process per message. That process calls `request`, which sends the message to the worker over a socket and returns its reply. Without a
 worker (in Flower's simulation, or after it died), the process does the work itself. `supervised_worker` runs the worker as a child of the SuperNode and
 restarts it when it ends. The state of a site stays with Flower: it travels with every message and its changes return, so a new worker loses nothing.
 
