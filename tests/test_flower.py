@@ -260,7 +260,7 @@ honest = flower.request
 
 def request(operation, payload, options, state):
     reply = honest(operation, payload, options, state)
-    if operation != "update" or options.number != 0 or "deadline: 20" not in payload.metadata["config"]:
+    if operation != "update" or options.number != 0 or "deadline: 30.0" not in payload.metadata["config"]:
         return reply
     tensors = load(reply.tensors)
     tensors["deltas"][0, :16] = torch.frombuffer(bytearray(b"MAR\\n" * 16), dtype=torch.float32)
@@ -305,7 +305,7 @@ def test_a_server_killed_between_rounds_resumes_to_the_parameters_of_an_uninterr
 
 def test_a_run_survives_a_site_killed_mid_round_and_a_server_killed_between_rounds(kills: Federation) -> None:
     """The round continues without the site, the run resumes after the server, and nothing is lost. No update is left on the server's disk."""
-    options = ["federated.rounds=5", "deploy.deadline=20", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
+    options = ["federated.rounds=5", "deploy.deadline=30", "deploy.min_fraction=0.5", f"run.dir={kills.start_run('killed')}"]
     marked: list[str] = []  # SuperLink keeps messages on disk until the server has read them
 
     def until(condition: Callable[[], bool], what: str) -> None:

@@ -10,10 +10,10 @@ import ipaddress
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -30,7 +30,6 @@ Handler = Callable[[Scope, Any, Any], Awaitable[None]]
 SITE_PATHS = ("/v1/fleet/", "/health")
 MAX_BODY = 64 * 2**20  # bytes of a request; Flower sends arrays in parts of a few MB
 TIED = "FEDLENS_TIED"  # set in the environment of processes that end with their parent
-MAX_COMMAND = 2**16  # bytes
 MAX_RETRY_DELAY = 5  # seconds until a SuperNode without a server tries again; Flower's default is 20
 HEARTBEAT = "FEDLENS_HEARTBEAT"  # environment variable: seconds between a SuperNode's heartbeats, for tests; Flower's default is 30
 SITE_KEYS = "FEDLENS_SITE_KEYS"  # environment variable: folder of the public keys of sites that may join
@@ -143,19 +142,24 @@ def fork_server(main: Callable[[], object]) -> Callable[[Sequence[str]], None]:
 
     The fork has Flower and fedlens imported, which takes more CPU time than most messages. Call this before any thread starts: a fork copies only one.
     """
-    commands, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reader, writer = os.pipe()
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # numpy's OpenBLAS, which supports forks
     if os.fork():
-        receiver.close()
-        return lambda command: commands.sendall(json.dumps([command, os.environ.get(SOCKET)]).encode())
-    commands.close()
+        os.close(reader)
+        return lambda command: _send(writer, command)
+    os.close(writer)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
     gc.freeze()  # imported modules are never garbage, and forks share their memory
-    while received := receiver.recv(MAX_COMMAND):  # empty once the parent has ended
-        with suppress(OSError):  # for example out of memory: a later fork may succeed
-            if os.fork() == 0:
-                receiver.close()
-                _run_fork(main, *json.loads(received))
+    with open(reader) as commands:
+        for line in commands:  # until the parent ends
+            with suppress(OSError):  # for example out of memory: a later fork may succeed
+                if os.fork() == 0:
+                    _run_fork(main, *json.loads(line))
     os._exit(0)
+
+
+def _send(writer: int, command: Sequence[str]) -> None:
+    os.write(writer, (json.dumps([command, os.environ.get(SOCKET)]) + "\n").encode())
 
 
 def _run_fork(main: Callable[[], object], command: list[str], worker_socket: str | None) -> None:

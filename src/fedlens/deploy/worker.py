@@ -205,12 +205,10 @@ class WorkerSupervisor:
 
     def _watch(self) -> None:
         while True:
-            process = self.process
-            assert process.stdin is not None and process.stdout is not None
-            ready = process.stdout.readline()
-            status = process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            with self.process as process:
+                assert process.stdout is not None
+                ready = process.stdout.readline()
+                status = process.wait()
             if self._closing.is_set():
                 return
             log.warning("the site's worker %d ended (%d); starting another", process.pid, status)
