@@ -154,30 +154,27 @@ def fork_server(main: Callable[[], object]) -> Callable[[Sequence[str]], None]:
         for line in commands:  # until the parent ends
             with suppress(OSError):  # for example out of memory: a later fork may succeed
                 if os.fork() == 0:
-                    _run_fork(main, *json.loads(line))
+                    _run_fork(main, line, reader)
     os._exit(0)
 
 
 def _send(writer: int, command: Sequence[str]) -> None:
-    os.write(writer, (json.dumps([command, os.environ.get(SOCKET)]) + "\n").encode())
+    os.write(writer, (json.dumps([command, os.environ.get(SOCKET, "")]) + "\n").encode())
 
 
-def _run_fork(main: Callable[[], object], command: list[str], worker_socket: str | None) -> None:
-    """Run `main` with the arguments of a command and end this process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    numpy.random.seed()  # noqa: NPY002 - Flower uses this generator, and its state is a copy, unlike that of `random` and of the system
-    sys.argv = command
-    if worker_socket is not None:
-        os.environ[SOCKET] = worker_socket
+def _run_fork(main: Callable[[], object], line: str, reader: int) -> None:
+    """Run `main` with the arguments of a command and end this process, whatever happens."""
     try:
-        main()
-    except SystemExit:
-        pass
+        os.close(reader)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        numpy.random.seed()  # noqa: NPY002 - Flower uses this generator, and its state is a copy, unlike that of `random` and of the system
+        sys.argv, os.environ[SOCKET] = json.loads(line)
+        with suppress(SystemExit):
+            main()
+        sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
 
 
