@@ -569,7 +569,7 @@ class SecAggSites:
         grid = CountedGrid(self)  # type: ignore[arg-type]
         payloads = {k: Payload({"clients": [k]}, b"x") for k in self.ids}
         samples = dict.fromkeys(self.ids, 10)
-        mean = secure_mean(grid, self.contexts[1], payloads, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=0.2)
+        mean = secure_mean(grid, self.contexts[1], payloads, 0, size=5, bound=0.1, samples=samples, fraction=0.5, deadline=1.0)
         return mean, grid.failed
 
     def push_messages(self, messages: Any) -> list[str]:
