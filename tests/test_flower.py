@@ -53,6 +53,7 @@ def quick_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(HEARTBEAT, "10")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # Ray starts a worker per core besides those that it needs
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
         yield
