@@ -220,7 +220,11 @@ def supernode() -> None:
 
     import fedlens.deploy.flower  # noqa: F401 - for the forks
 
-    run_client_app = fork_server(flwr_clientapp)
+    def client_app() -> None:
+        end_with_parent()  # Flower's own check does not interrupt a reply that waits for a SuperNode that was killed
+        flwr_clientapp()
+
+    run_client_app = fork_server(client_app)
     end_with_parent()
     loop: Any = import_module("flwr.supernode.start_client_internal")  # by name: a function of the same name may hide it
     if getattr(loop, "time", None) is time:  # a future Flower may wait in another way: then its own interval holds
