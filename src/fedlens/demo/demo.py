@@ -6,56 +6,50 @@ This module runs the experiments; sections.py describes them.
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
-from fedlens.data.dataset import Dataset, load_dataset
+from torch import Tensor
+
 from fedlens.data.partition import partition
-from fedlens.demo.results import DemoResults
-from fedlens.demo.sections import SECTIONS
+from fedlens.demo.results import CLASSES, DENSE, MASKED, MASKED_MERGED, MERGED, MIXED, DemoResults
+from fedlens.demo.sections import CHAPTERS, lead
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
 from fedlens.report.blocks import Report, Text
 from fedlens.report.html import page
-from fedlens.runs.store import MASK_FILE, START_FILE
-from fedlens.study.arith import PointEvaluator, sweep_run
-from fedlens.study.interference import interference_of_runs
+from fedlens.runs.store import START_FILE, read_checkpoint, steps_of
+from fedlens.study.arith import PointEvaluator
+from fedlens.study.results import CellResult, RunResult, TableResult
 from fedlens.training.run import Run, run
 
-CLIENTS = 10  # all in every round: together they hold all classes, so that sampling clients does not add to client drift
-ROUNDS = 6
-FEDERATION = [  # small enough for thirteen federations in two minutes on two cores
-    f"federated.clients={CLIENTS}",
-    "federated.participation=1.0",
-    "federated.local_steps=4",
+SEEDS = 3
+SMALL = ["model.image_size=14"]  # four tokens per image instead of sixteen: a quarter of the time
+HEAD = [
+    "experiment=centralized",
+    "train.epochs=0",
+    "data.val_fraction=0.995",
+]  # fits the head to 30 images, selects λ and temperature on the others
+ROUNDS, EVERY = 20, 2  # EVERY: rounds between the models that are evaluated and averaged
+FEDERATION = [
+    "federated.clients=10",
+    "federated.participation=0.3",  # a round samples three clients, so at Nc=1 it sees three of ten classes
+    "federated.local_steps=8",
     f"federated.rounds={ROUNDS}",
-    "federated.eval_every=2",
-    "optim.batch_size=16",
-    "run.keep_last=1",
+    f"federated.eval_every={EVERY}",
+    f"federated.test_every={EVERY}",
+    "optim.batch_size=8",
+    "optim.schedule=constant",
+    "head=linear",  # that of the weights, frozen
+    f"run.keep_last={ROUNDS // EVERY}",
 ]
-SPLITS = {  # split -> dense experiment and its overrides
-    "IID": ["fedavg_iid"],
-    "2 classes per client": ["fedavg_noniid", "data.classes_per_client=2"],
-    "1 class per client": ["fedavg_noniid", "data.classes_per_client=1"],
-}
-STUDIED = "2 classes per client"  # the split of the sections on masks and task arithmetic: a few rounds can overcome its drift
-# Rates by validation loss after the 6 rounds above, 2 classes per client, seed 0, from values a factor of 3 apart. For least_sensitive, qk_only and
-# random: the best one, with a worse one on either side. No rate of the others ends below the head's loss; theirs is the largest within 0.006 of the best.
-# For dense training, where 0.01 to 0.1 differ by 0.003: the middle one, on all three splits, so that only the split differs.
-DENSE_RATE = 0.03
-RATES = {
-    "least_sensitive": 1.0,
-    "most_sensitive": 0.01,
-    "lowest_magnitude": 0.3,
-    "highest_magnitude": 0.3,
-    "random": 0.3,
-    "qk_only": 1.0,
-}
-TALOS = "least_sensitive"  # the mask rule of the sections on task arithmetic
-ALPHAS = (-1.0, -0.5, 0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-HALF_ROUNDS = 4
-GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5)  # both axes of the disentanglement map
-GRID_SAMPLES = 60  # validation images per task of the map
+ONE_CLASS = ["data.classes_per_client=1"]
+MASK = ["mask.strategy=least_sensitive", "mask.density=0.1", "mask.samples=60"]
+# Rates by validation accuracy in the federation above with a falling rate, seed 10. All values tried: benchmarks/records/2026-11-19-demo.json
+RATES = {MIXED: 0.03, DENSE: 0.01, MASKED: 0.3}
+ALPHAS = [quarter / 4 for quarter in range(-4, 13)]
+FORGET = [half / 2 for half in range(9)]
 MARK = ".fedlens-demo"
 
 
@@ -67,74 +61,102 @@ def demo(out: Path, seed: int = 0) -> Path:
     out.mkdir(parents=True)
     (out / MARK).touch()
     started = time.monotonic()
-    results = run_experiments(out / "runs", seed)
-    lead = (
-        "Fashion-MNIST mini (6,000 + 1,000 images) and a 1.2 M-parameter ViT pretrained without labels; all on this machine, "
-        f"every figure from one run with seed {seed}."
-    )
-    blocks = [block for section in SECTIONS for block in section(results)]
+    results = run_experiments(out / "runs", range(seed, seed + SEEDS))
+    thesis, first = lead(results)
+    blocks = [block for chapter in CHAPTERS for block in chapter(results)]
     duration = Text(f"Made in {time.monotonic() - started:.0f} s.", soft=True)
     path = out / "index.html"
-    write_atomic(path, page(Report("fedlens demo", [Text(lead, soft=True)], [*blocks, duration])))
+    write_atomic(path, page(Report(thesis, first, [*blocks, duration])))
     return path
 
 
-def run_experiments(folder: Path, seed: int) -> DemoResults:
-    """Run everything that the page shows.
+def run_experiments(folder: Path, seeds: Sequence[int]) -> DemoResults:
+    """Run everything that the page shows. The federations of a seed start from one θ₀, so that their task vectors have one origin."""
 
-    The first run fits the closed-form head. Its sums add over clients, so that every federation would fit the same one. The other runs start from the
-    first one's θ₀, so that their task vectors have one origin.
-    """
+    def start(name: str, seed: int, *overrides: str) -> Run:
+        return run([*SMALL, *overrides, f"run.dir={quoted(folder / f'{name}-{seed}')}", f"seed={seed}"])
 
-    def start(name: str, *overrides: str) -> Run:
-        return run([*overrides, f"run.dir={quoted(folder / name)}", f"seed={seed}"])
+    def federation(label: str, name: str, experiment: str, *overrides: str) -> dict[int, Run]:
+        common = [f"experiment={experiment}", *FEDERATION, f"optim.lr={RATES[label]}", *overrides]
+        return {s: start(name, s, *common, f"model.weights={quoted(heads[s].path / START_FILE)}") for s in seeds}
 
-    def federation(name: str, split: str, rate: float, *overrides: str) -> Run:
-        experiment = "fedavg_noniid_sparse" if any(o.startswith("mask.") for o in overrides) else SPLITS[split][0]
-        head = ["head=linear", f"model.weights={quoted(central.path / START_FILE)}"]
-        return start(name, f"experiment={experiment}", *SPLITS[split][1:], *FEDERATION, *head, f"optim.lr={rate}", *overrides)
+    heads = {seed: start("head", seed, *HEAD) for seed in seeds}
+    runs = {
+        MIXED: federation(MIXED, "mixed", "fedavg_iid"),
+        DENSE: federation(DENSE, "dense", "fedavg_noniid", *ONE_CLASS),
+        MASKED: federation(MASKED, "masked", "fedavg_noniid_sparse", *ONE_CLASS, *MASK, "federated.client_vectors=true"),
+    }
+    curves = {label: {seed: tests_of(each) for seed, each in by_seed.items()} for label, by_seed in runs.items()}
+    curves |= {
+        name: {seed: tests_of_means(each) for seed, each in runs[of].items()} for name, of in ((MERGED, DENSE), (MASKED_MERGED, MASKED))
+    }
 
-    central = start("centralized", "experiment=centralized", "train.epochs=3")
-    dense = {split: federation(f"dense-{split.replace(' ', '_')}", split, DENSE_RATE) for split in SPLITS}
-    sparse = {rule: federation(f"sparse-{rule}", STUDIED, rate, *masked(rule)) for rule, rate in RATES.items()}
-    sweeps = {name: sweep_run(source, grid=ALPHAS) for name, source in (("dense", dense[STUDIED]), (TALOS, sparse[TALOS]))}
+    dense, masked = runs[DENSE][seeds[0]], runs[MASKED][seeds[0]]
+    evaluator, subtracting = PointEvaluator(dense), PointEvaluator(masked)
+    data, test = evaluator.bench.dataset, evaluator.bank(evaluator.bench.dataset.test)
+    start_point = evaluator.theta(dense.start)
+    tau = means_of_rounds(evaluator, dense)[max(steps_of(dense.path))] - start_point
+    along = by_class(evaluator, start_point, tau, ALPHAS)
+    best = max(along, key=lambda alpha: along[alpha]["all"])
+    shards = partition(data.train.labels, dense.config.federated.clients, "classes", classes_per_client=1, seed=seeds[0])
+    client, added = next(iter(masked.client_vectors().items()))
+    return DemoResults(
+        data=data,
+        heads={seed: RunResult(head.path, seed) for seed, head in heads.items()},
+        table=table("Three federations", runs),
+        curves=curves,
+        along=along,
+        tested={alpha: 100 * evaluator.evaluate(start_point + alpha * tau, test)[1] for alpha in sorted({best, 1.0})},
+        client=client,
+        forgotten=data.class_names[int(data.train.labels[int(shards[client][0])])],
+        without=by_class(subtracting, subtracting.theta(masked.state), -subtracting.direction(added), FORGET),
+    )
 
-    c = central.config
-    data = load_dataset(c.data.name, c.data.root, val_fraction=c.data.val_fraction, seed=c.seed)
-    groups, excluded = halves(data, seed)
-    lengths = [f"federated.rounds={HALF_ROUNDS}", f"federated.eval_every={HALF_ROUNDS}"]
-    maps, sums = {}, {}
-    for name, rate, mask in (("dense", DENSE_RATE, []), (TALOS, RATES[TALOS], masked(TALOS, sparse[TALOS].path / MASK_FILE))):
-        pair = [
-            federation(f"half-{half}-{name}", "1 class per client", rate, f"federated.exclude={clients}", *lengths, *mask)
-            for half, clients in zip((1, 2), excluded, strict=True)
-        ]
-        maps[name] = interference_of_runs(pair, GRID, GRID_SAMPLES)
-        sums[name] = accuracy_of_sums(pair)
-    return DemoResults(seed, CLIENTS, ROUNDS, data, central, dense, STUDIED, sparse, RATES, DENSE_RATE, TALOS, sweeps, groups, maps, sums)
+
+def tests_of(run: Run) -> list[tuple[int, float]]:
+    """Return (round, test accuracy in percent) of the models that a run evaluated on the test set."""
+    return [(m["round"], 100 * m["test_accuracy"]) for m in run.metrics if m.get("test_accuracy") is not None]
 
 
-def masked(rule: str, path: Path | None = None) -> list[str]:
-    return [f"mask.strategy={rule}", "mask.density=0.1", "mask.samples=150", *([] if path is None else [f"mask.path={quoted(path)}"])]
+def tests_of_means(run: Run) -> list[tuple[int, float]]:
+    """Return (round, test accuracy in percent) of the means of the models up to each evaluated round."""
+    evaluator = PointEvaluator(run)
+    test = evaluator.bank(evaluator.bench.dataset.test)
+    return [(step, 100 * evaluator.evaluate(theta, test)[1]) for step, theta in means_of_rounds(evaluator, run).items()]
+
+
+def means_of_rounds(evaluator: PointEvaluator, run: Run) -> dict[int, Tensor]:
+    """Return round -> mean of the models after the evaluated rounds up to it [P]: their task vectors θ_t − θ₀, merged."""
+    steps = [step for step in steps_of(run.path) if step > 0]
+    totals = accumulate(evaluator.theta(model_after(run, step)) for step in steps)
+    return {step: total / count for count, (step, total) in enumerate(zip(steps, totals, strict=True), 1)}
+
+
+def model_after(run: Run, round_: int) -> dict[str, Tensor]:
+    """Return name -> tensor of the model after a round, from its checkpoint."""
+    checkpoint = read_checkpoint(run.path, round_)
+    assert checkpoint is not None
+    prefix = "server.model."
+    return {name.removeprefix(prefix): tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)}
+
+
+def table(name: str, runs: Mapping[str, Mapping[int, Run]]) -> TableResult:
+    """Return runs by label and seed as a table of a report."""
+    found = {label: {seed: RunResult(each.path, seed) for seed, each in by_seed.items()} for label, by_seed in runs.items()}
+    return TableResult(name, "", [CellResult(label, "", {}, by_seed, len(by_seed)) for label, by_seed in found.items()])
+
+
+def by_class(evaluator: PointEvaluator, theta: Tensor, direction: Tensor, grid: Sequence[float]) -> CLASSES:
+    """Return the validation accuracy in percent at θ + α·direction, of all images and of those of each class."""
+    bank = evaluator.bench.val
+    groups = {"all": bank.labels >= 0} | {name: bank.labels == i for i, name in enumerate(evaluator.bench.dataset.class_names)}
+    points = {}
+    for alpha in grid:
+        right = evaluator.logits(theta + alpha * direction, bank).argmax(1) == bank.labels
+        points[alpha] = {name: 100 * float(right[of].float().mean()) for name, of in groups.items()}
+    return points
 
 
 def quoted(path: Path) -> str:
     """Return a path as the value of an override, quoted for Hydra, where a backslash is special only before a quote."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), str(path)) + "'"
-
-
-def halves(data: Dataset, seed: int) -> tuple[tuple[list[str], list[str]], tuple[list[int], list[int]]]:
-    """Return two federations without a common class: the names of the classes of each, and the clients that each excludes."""
-    shards = partition(data.train.labels, CLIENTS, "classes", classes_per_client=1, seed=seed)
-    middle = data.num_classes // 2
-    upper = [int(data.train.labels[int(shard[0])]) >= middle for shard in shards]
-    names = list(data.class_names)
-    return (names[:middle], names[middle:]), ([k for k, u in enumerate(upper) if u], [k for k, u in enumerate(upper) if not u])
-
-
-def accuracy_of_sums(pair: Sequence[Run]) -> dict[str, float]:
-    """Return the validation accuracy on all classes at θ₀, with the task vector of either half, and with both."""
-    evaluator = PointEvaluator(pair[0])
-    start, taus = evaluator.theta(pair[0].start), [evaluator.direction(half.task_vector()) for half in pair]
-    points = {"θ₀": start, "θ₀ + τ₁": start + taus[0], "θ₀ + τ₂": start + taus[1], "θ₀ + τ₁ + τ₂": start + taus[0] + taus[1]}
-    return {name: evaluator.evaluate(theta, evaluator.bench.val)[1] for name, theta in points.items()}

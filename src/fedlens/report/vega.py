@@ -298,6 +298,29 @@ def heat_view(heat: Heat, axes: Axes, most: float | None = None, known: Sequence
     return {**view, "title": clean(heat.title) or None}
 
 
+def slider_chart(
+    key: str, title: str, caption: str, points: Mapping[float, Mapping[str, float]], slider: tuple[str, float], x: str
+) -> Chart:
+    """Draw bars of percentages at one position of a slider. `points`: position, in equal steps -> name -> value; `slider`: its name and start."""
+    (first, second, *_), names = sorted(points), list(next(iter(points.values())))
+    data = [{"a": at, "r": name, "v": short(value)} for at, values in points.items() for name, value in values.items()]
+    bind = {"input": "range", "min": first, "max": max(points), "step": second - first, "name": slider[0]}
+    encoding = {
+        "y": names_axis("r", names, ""),
+        "x": q("v", x, scale={"domain": list(PERCENT), "nice": False}),
+        "tooltip": tips(r="of", v=x),
+    }
+    heading = {"text": {"expr": f"'{slider[0]} = ' + at"}, "anchor": "start"}
+    view = {
+        "data": {"values": data},
+        "params": [{"name": "at", "value": slider[1], "bind": bind}],
+        "transform": [{"filter": "datum.a == at"}],
+    }
+    return build(
+        (key, title, caption, "slider"), [{**view, "title": heading, "mark": "bar", "encoding": encoding, "height": 20 * len(names)}]
+    )
+
+
 def bar_view(rows: Mapping[str, Mapping[str, float]], x: str, width: int) -> Spec:
     """Return stacked bars. `rows`: name -> part -> value."""
     parts = list(dict.fromkeys(part for shares in rows.values() for part, value in shares.items() if value))

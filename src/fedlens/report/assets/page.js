@@ -112,13 +112,14 @@
     plot.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key], groups = [...new Set(points.map((p) => p.group))], of = (group) => points.filter((p) => p.group === group);
       if (event.key === "Escape") show(-1);
-      if (!step || !points.length) return;
+      if (!step || !points.length || event.target !== plot) return; // a slider has its own keys
       event.preventDefault();
       const order = groups.flatMap((group) => of(group).sort((a, b) => a.x - b.x || a.y - b.y)), next = (all, at) => all[(all.indexOf(at) + step + all.length) % all.length];
       if (current < 0) show(points.indexOf(order[0]));
       else if (/Left|Right/.test(event.key)) show(points.indexOf(next(order, points[current])));
       else show(nearest(points[current].x, points[current].y, of(next(groups, points[current].group))));
     });
+    plot.addEventListener("input", () => view.runAsync().then(read)); // a slider
     for (const kind of ["blur", "pointerleave"]) plot.addEventListener(kind, () => show(-1));
     for (const kind of ["pointermove", "pointerdown"]) plot.addEventListener(kind, (event) => {
       if (!points.length) return;
