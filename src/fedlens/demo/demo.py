@@ -82,7 +82,7 @@ def run_experiments(folder: Path, seeds: Sequence[int]) -> DemoResults:
 
     heads = {seed: start("head", seed, *HEAD) for seed in seeds}
     runs = {
-        MIXED: federation(MIXED, "mixed", "fedavg_iid"),
+        MIXED: federation(MIXED, "mixed", "fedavg_iid", "run.keep_last=1"),  # no means of its rounds
         DENSE: federation(DENSE, "dense", "fedavg_noniid", *ONE_CLASS),
         MASKED: federation(MASKED, "masked", "fedavg_noniid_sparse", *ONE_CLASS, *MASK, "federated.client_vectors=true"),
     }
