@@ -61,7 +61,7 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             log.warning("%s is deprecated: it is now %s_options.%s", name, rule_key, option)
         elif name in ("model", "data") and value.startswith(("timm:", "hf:")):
             done.append(f"{name}={value.partition(':')[0]}")
-            text = f"{name}.name={_quoted(value)}"
+            text = f"{name}.name={quoted(value)}"
         elif name == "trainer" and "experiment" not in named and value in ("centralized", "federated"):
             value = "fedavg_iid" if value == "federated" else value
             text = f"experiment={value}"
@@ -99,14 +99,15 @@ def _as_text(value: str) -> str:
     try:
         parsed = OverridesParser.create().parse_override(f"x={value}")
     except (HydraException, ValueError):  # ValueError: thousands of digits
-        return _quoted(value)
+        return quoted(value)
     if parsed.is_sweep_override():
         return value
-    return value if isinstance(parsed.value(), str | None) else _quoted(value)
+    return value if isinstance(parsed.value(), str | None) else quoted(value)
 
 
-def _quoted(value: str) -> str:
-    return QuotedString(value, Quote.single).with_quotes()
+def quoted(value: str | Path) -> str:
+    """Return text or a path as the value of an override, quoted for Hydra's grammar."""
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def _densities(text: str, value: str) -> str:

@@ -3,7 +3,6 @@
 This module runs the experiments; sections.py describes them.
 """
 
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,10 @@ from fedlens.demo.results import CLASSES, DENSE, MASKED, MASKED_MERGED, MERGED, 
 from fedlens.demo.sections import CHAPTERS, lead
 from fedlens.errors import UserError
 from fedlens.files import write_atomic
+from fedlens.overrides import quoted
 from fedlens.report.blocks import Report, Text
 from fedlens.report.html import page
-from fedlens.runs.store import START_FILE, read_checkpoint, steps_of
+from fedlens.runs.store import CHECKPOINTS, START_FILE, read_checkpoint, steps_of
 from fedlens.study.arith import PointEvaluator
 from fedlens.study.results import CellResult, RunResult, TableResult
 from fedlens.training.run import Run, run
@@ -62,6 +62,8 @@ def demo(out: Path, seed: int = 0) -> Path:
     (out / MARK).touch()
     started = time.monotonic()
     results = run_experiments(out / "runs", range(seed, seed + SEEDS))
+    for folder in (out / "runs").glob(f"*/{CHECKPOINTS}"):  # of finished runs: some 300 MB that served the means of the rounds
+        shutil.rmtree(folder)
     thesis, first = lead(results)
     blocks = [block for chapter in CHAPTERS for block in chapter(results)]
     duration = Text(f"Made in {time.monotonic() - started:.0f} s.", soft=True)
@@ -155,8 +157,3 @@ def by_class(evaluator: PointEvaluator, theta: Tensor, direction: Tensor, grid: 
         right = evaluator.logits(theta + alpha * direction, bank).argmax(1) == bank.labels
         points[alpha] = {name: 100 * float(right[of].float().mean()) for name, of in groups.items()}
     return points
-
-
-def quoted(path: Path) -> str:
-    """Return a path as the value of an override, quoted for Hydra, where a backslash is special only before a quote."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), str(path)) + "'"
