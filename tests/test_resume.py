@@ -227,7 +227,7 @@ FED_RUNS = {
         "server.optimizer=momentum",
         "server.momentum=0.5",
         "federated.dropout_rate=0.3",
-        "server.norm_bound=0.01",
+        "server.norm_bound=0.02",
         "federated.client_metrics=true",
         "optim.schedule=constant",
     ],
