@@ -47,6 +47,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Demo
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("run", run), ("lead", lead), ("SEEDS", SEEDS), ("ALPHAS", (0.0, 1.0)), ("FORGET", (0.0, 1.0))):
             patch.setattr(module, name, value)
+        patch.setattr(module, "CHECKPOINTS", "none")  # the demo deletes its checkpoints, tests read them
         page = module.demo(tmp_path_factory.mktemp("demo") / "it's a demo")
         yield page, results[0]
 
