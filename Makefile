@@ -5,7 +5,7 @@ BIN := .venv/bin
 FLOWER := .venv-flower/bin
 export PYTHONDONTWRITEBYTECODE = 1
 
-PYTEST = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # a file's shared runs are made once; conftest.py puts long files first
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # a file's shared runs are made once; conftest.py puts long files first
 
 .PHONY: demo check test test-core test-flower test-gpu docs paper install clean
 

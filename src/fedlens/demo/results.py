@@ -44,7 +44,7 @@ class DemoResults:
 
 @dataclass(frozen=True)
 class Thesis:
-    """What one class per client costs and what the mean of the rounds gives back, in points of test accuracy: by seed, and their means."""
+    """The cost of one class per client and what the mean of the rounds gives back, in points of test accuracy: per seed, and their means."""
 
     cost: Mapping[int, float]
     back: Mapping[int, float]

@@ -84,7 +84,7 @@ def _curve(table: TableResult, key: str, unit: str, metric: str) -> Chart | None
 def _lines(
     table: TableResult, head: Head, what: str, series: Sequence[Series], x: str, y: str, style: Style, levels: Levels = None
 ) -> Chart | None:
-    """Draw what a table's cells recorded along the way; None if nobody has two points. `head`: key, title and kind."""
+    """Draw a recorded metric of a table's cells; None if no cell has two points. `head`: key, title and kind."""
     if not any(len(each.points) > 1 for each in series):
         return None
     key, title, kind = head

@@ -205,7 +205,7 @@ def _axes(rows: Sequence[Spec], x: str, y: str, style: Style, first: bool) -> Sp
 
 
 def _panel(series: Sequence[Series], axes: Spec, look: Spec, style: Style) -> Spec:
-    """Return a panel: intervals below lines below points. Several series of one label are told apart by `g`, points of a path by `o`."""
+    """Return a panel: intervals below lines below points. `g` distinguishes series of one label, `o` the points of a path."""
     banded, several = len(series) <= BANDED or not style.joined, len({each.label for each in series}) < len(series)
     rows: list[Spec] = []
     for i, each in enumerate(series):
