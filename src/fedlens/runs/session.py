@@ -66,7 +66,7 @@ class Session:
                 own = self.saved.state["session"]
                 self.seconds_before, self.stale = float(own["seconds"]), int(own["stale"])
                 self.best_score, self.best_step = own["best_score"], own["best_step"]
-                self.start_facts = dict(own["facts"])
+                self.start_facts = {"ridge": own["facts"]["ridge"], "mask": own["facts"]["mask"], **own["facts"]}
         self._parts: dict[str, Stateful] = {}
         self._stack = ExitStack()
         self._bar: Bar | None = None
