@@ -82,7 +82,7 @@ class MLflow:
             existing = self.client.get_experiment_by_name(name)
             experiment = existing.experiment_id if existing else self.client.create_experiment(name)
             note.write_text(self.client.create_run(experiment, run_name=folder.name).info.run_id)
-            for key, value in _flat(config).items():
+            for key, value in flat(config).items():
                 self.client.log_param(note.read_text(), key, value)
         self.id = note.read_text()
 
@@ -97,11 +97,12 @@ class MLflow:
         self.client.set_terminated(self.id)
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested configuration as dotted key -> value."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
 
 
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {

@@ -37,7 +37,7 @@ class Killed(ChildProcessError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a task failed. The cause decides whether it counts against its configuration.
+    """The reason why a task failed. The cause decides whether it counts against its configuration.
 
     values: the configuration itself. device: the device or torch, which may fail for later tasks of the process too; or the process crashed.
     elsewhere: the disk, the network or a kill, so that the next start continues the task. pruned: a search ended the run early.

@@ -21,6 +21,7 @@ from fedlens.files import below
 from fedlens.runs import digests
 from fedlens.runs.identity import known_by
 from fedlens.runs.store import has_summary, read_environment, read_metrics, read_summary, runs_below
+from fedlens.runs.trackers import flat
 from fedlens.study.plan import cell_label
 from fedlens.study.statistics import Comparison, Summary, compare, rounds_and_bytes_to, summarise, unpaired
 
@@ -369,14 +370,14 @@ def group(folders: Iterable[Path]) -> list[CellResult]:
     """Return one cell per configuration. Of two runs with the same configuration and seed, the later folder counts."""
     groups: dict[str, tuple[dict[str, Any], dict[int, RunResult]]] = {}
     for folder in folders:
-        flat, seed = dict(_flat(config_without_seed(folder))), int(read_config(folder).get("seed", 0))
-        groups.setdefault(json.dumps(flat, sort_keys=True, default=str), (flat, {}))[1][seed] = RunResult(folder, seed)
-    flats = [flat for flat, _ in groups.values()]
-    varied = [key for key in dict.fromkeys(key for flat in flats for key in flat) if len({str(flat.get(key)) for flat in flats}) > 1]
+        settings, seed = flat(config_without_seed(folder)), int(read_config(folder).get("seed", 0))
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), (settings, {}))[1][seed] = RunResult(folder, seed)
+    every = [settings for settings, _ in groups.values()]
+    varied = [key for key in dict.fromkeys(key for each in every for key in each) if len({str(each.get(key)) for each in every}) > 1]
     cells: dict[str, CellResult] = {}
-    for flat, runs in groups.values():
-        case = str(flat.get("experiment", "run"))
-        values = {key: flat[key] for key in varied if flat.get(key) is not None and key != "experiment"}
+    for settings, runs in groups.values():
+        case = str(settings.get("experiment", "run"))
+        values = {key: settings[key] for key in varied if settings.get(key) is not None and key != "experiment"}
         label = cell_label(case, values.items())
         label = next(name for name in chain([label], (f"{label} ({i})" for i in count(2))) if name not in cells)
         cells[label] = CellResult(label, case, values, runs, len(runs))
@@ -393,14 +394,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"report: {folder / 'config.yaml'} is not a configuration.")
     return {str(key): value for key, value in content.items()}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _json(path: Path) -> Any:
